@@ -50,7 +50,8 @@ class CompressedSGD(AveragingOptimizer):
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
+        one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
@@ -201,7 +202,8 @@ class OneBitAdam(_FrozenVarianceAdam):
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
+        one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
@@ -275,7 +277,8 @@ class OneBitLamb(AveragingOptimizer):
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
+        one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
@@ -390,7 +393,8 @@ class QAdam(_FrozenVarianceAdam):
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
+        one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
@@ -498,7 +502,8 @@ class ZeroOneAdam(AveragingOptimizer):
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
     comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
+        one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are

@@ -26,7 +26,7 @@ class LiveOverlapped(OverlappedOptimizer):
     live : callable
         Returns the optimizer with the current settings, and those settings as text.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group.
+        By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each.
     """
 
     def __init__(self, model: Any, live: Callable[[], tuple[Optimizer, str]], comm: Verbs | None) -> None:

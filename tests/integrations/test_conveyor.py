@@ -10,7 +10,7 @@ import pytest
 
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllGather
-from qcomp.integrations.ddp.conveyor import Conveyor, Job
+from qcomp.integrations.ddp.conveyor import Conveyor, Job, require_unoccupied
 
 PATIENCE = 60
 
@@ -207,6 +207,36 @@ def done(result):
 Conveyor(SimpleNamespace(start=None)).put([Job(stages(), done, print, nullcontext)], last=True)
 assert arrived.wait(30)
 """
+
+
+class TestOccupy:
+    """One communicator serves several conveyors, one after the other."""
+
+    def test_another_conveyor_is_refused_until_release(self):
+        comm = Communicator()
+        first, second = Conveyor(comm), Conveyor(comm)
+        for end in (first.release, first.close):
+            first.occupy()
+            first.occupy()
+            for refused in (second.occupy, lambda: require_unoccupied(comm)):
+                with pytest.raises(RuntimeError, match="over which another backward pass averages"):
+                    refused()
+            Conveyor(Communicator()).occupy()
+            end()
+            second.occupy()
+            second.release()
+
+    def test_a_new_conveyor_ends_an_interrupted_pass(self):
+        comm = Communicator()
+        interrupted, other = Conveyor(comm), Conveyor(Communicator())
+        interrupted.occupy()
+        other.occupy()
+        new = Conveyor(comm)
+        new.occupy()
+        with pytest.raises(RuntimeError, match="comm is"):
+            require_unoccupied(other.comm)
+        with pytest.raises(RuntimeError, match="comm is"):
+            interrupted.occupy()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.integrations.ddp.conveyor import require_unoccupied
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.integrations.ddp.hook import HookState
 from qcomp.integrations.ddp.parameters import AveragedParameters
@@ -96,6 +97,7 @@ class TunedHookState:
 
     def _begin(self) -> None:
         """Record the time of the last iteration, and switch to the method of this one."""
+        require_unoccupied(self._comm)
         now = self._tuner.clock()
         self._settle()
         if self.iterations >= self._exact_iterations and self.tuning.chosen is None:

@@ -119,6 +119,7 @@ class BucketedStep:
                 "a backward pass starts, but the previous one did not finish or no step used its gradients: "
                 "call step() after each backward pass, and accumulate gradients in model.no_sync()"
             )
+        self._conveyor.occupy()
         running = self.running
         parts = [gradients] if self._low_rank else _cut(gradients)
         record = Bucket(tuple(map(self._part_of, parts)), bucket.buffer(), self._stream.future())
@@ -155,6 +156,7 @@ class BucketedStep:
 
     def run_beside(self, stages: Stages[Any], *, done: Callable[[Any], None]) -> None:
         """Run a computation in stages beside a backward pass's first bucket; ``done`` takes its result or error."""
+        self._conveyor.occupy()
         context = partial(self._stream.after, self._stream.mark())
         self._conveyor.put([Job(stages, done=done, failed=done, context=context)], last=False)
 
@@ -185,6 +187,7 @@ class BucketedStep:
 
     def discard(self) -> None:
         """Drop the averages; the state does not change, and the next step can start."""
+        self._conveyor.release()
         self.running = self._new_pass()
 
     def skip(self) -> None:
@@ -317,6 +320,7 @@ class BucketedStep:
             return
         running.ended = True
         running.wait()
+        self._conveyor.release()
         try:
             self.params.require_frozen()
             if running.error is not None:

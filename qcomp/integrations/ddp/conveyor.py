@@ -15,14 +15,17 @@ from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse
 
-__all__ = ["Conveyor", "Job"]
+__all__ = ["Conveyor", "Job", "require_unoccupied"]
 
 _JOINED_BYTES = 1 << 20
 """Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
 
-
 _END_SECONDS = 1.0
 """How long the end of the process waits for jobs that are still running."""
+
+_busy: weakref.WeakSet[Conveyor] = weakref.WeakSet()
+"""Those between `Conveyor.occupy` and `Conveyor.release`."""
+_claims = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -56,16 +59,31 @@ class Conveyor:
     Parameters
     ----------
     comm : Verbs
-        A communicator with ``start``; nobody else may use it while jobs are running.
+        A communicator with ``start``; nobody else may use it while jobs are running. Several conveyors may have it, one
+        after the other, see `occupy`. A new one ends what earlier ones have not released.
     """
 
     def __init__(self, comm: Verbs) -> None:
-        self._comm = comm
+        self.comm = comm
+        with _claims:  # a backward pass that was interrupted never ends
+            for other in [each for each in _busy if each.comm is comm]:
+                _busy.discard(other)
         self._queue: SimpleQueue[tuple[Sequence[Job], bool] | None] = SimpleQueue()
         self._under_way: deque[Job] = deque()
         self._waiting: list[tuple[Job, Exchange]] = []
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
+
+    def occupy(self) -> None:
+        """Keep other conveyors from the communicator until `release`; raise RuntimeError if one has occupied it."""
+        with _claims:
+            require_unoccupied(self.comm, by_others_than=self)
+            _busy.add(self)
+
+    def release(self) -> None:
+        """Let other conveyors use the communicator; there are no more exchanges to start."""
+        with _claims:
+            _busy.discard(self)
 
     def put(self, jobs: Sequence[Job], *, last: bool) -> None:
         """Add some jobs, and return at once. No jobs follow the ``last`` ones before these are done."""
@@ -77,6 +95,7 @@ class Conveyor:
 
     def close(self) -> None:
         """End the thread, once all jobs are done; there must be no more jobs."""
+        self.release()
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -107,7 +126,7 @@ class Conveyor:
 
         def advance() -> None:
             arrived: Any = None if job.pending is None else job.pending.wait()
-            job.pending = self._comm.start(job.stages.send(arrived))
+            job.pending = self.comm.start(job.stages.send(arrived))
 
         if not self._run_job(job, advance):
             self._under_way.remove(job)
@@ -128,6 +147,15 @@ class Conveyor:
                 outcome, result = job.failed, error
             outcome(result)
             return False
+
+
+def require_unoccupied(comm: Verbs, *, by_others_than: Conveyor | None = None) -> None:
+    """Raise RuntimeError if a conveyor occupies a communicator: the order of exchanges could differ between ranks."""
+    if any(each.comm is comm and each is not by_others_than for each in _busy):
+        raise RuntimeError(
+            f"comm is {comm!r}, over which another backward pass averages that has not ended; expected one that serves "
+            "no other model in a backward pass: leave out comm, so that each model has its own, or make one for each"
+        )
 
 
 def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:

@@ -225,7 +225,8 @@ def hook(
         on all ranks. ``"propagate"``: all gradients of its bucket become NaN on all ranks, as a gradient scaler
         expects; see `HookState.rescale`. Neither changes the residuals.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group.
+        By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each, since
+        buckets of several models may be full in another order on another rank: their backward pass raises RuntimeError.
 
     Returns
     -------

@@ -37,7 +37,7 @@ class OverlappedOptimizer(Joinable):
         `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange starts when the
         last gradient has arrived, since the norm needs all of them.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group.
+        By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each.
 
     Raises
     ------
