@@ -38,6 +38,10 @@ except ImportError as error:
 __all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
 
 
+_WEIGHTS_HOP = 1 << 31
+"""The hop of the draws that round weights; no mean of gradients has it, whose rounding must not depend on theirs."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """What all exchanges of a model have in common; see `qcomp.torch.fsdp.compress`."""
@@ -59,6 +63,8 @@ class _Allocates:
 
 class _Sharded(_Allocates):
     """The shards of one unit over one communicator."""
+
+    _hop = 0
 
     def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
         self._unit = unit
@@ -92,7 +98,7 @@ class _Sharded(_Allocates):
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
 
     def _key(self) -> Key:
-        key = Key(seed=self._terms.seed, step=self._calls, tensor=self._stream)
+        key = Key(seed=self._terms.seed, step=self._calls, tensor=self._stream, hop=self._hop)
         self._calls += 1
         return key
 
@@ -272,6 +278,8 @@ class GatheredWeights(_Sharded, AllGather):
     changes : bool
         Whether to compress only the changes since the last all-gather.
     """
+
+    _hop = _WEIGHTS_HOP
 
     def __init__(
         self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, *, changes: bool

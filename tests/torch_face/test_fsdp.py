@@ -247,6 +247,51 @@ assert ((found.mean(0) - exact).abs() <= 6 * spread.max()).all()
     )
 
 
+@pytest.mark.slow
+def test_no_two_roundings_have_the_same_draws(said):
+    """Gradients depend on how their weights were rounded: rounded by the same draws they would be biased."""
+    said(
+        2,
+        """
+from qcomp.testing import replace_draws
+TERNARY = qcomp.QSGD(levels=1, bucket_size=1024)
+keys = []
+def source(key, block):
+    first = key.bucket + block.first_bucket
+    keys.extend(key._replace(bucket=first + row) for row in range(block.rows))
+    return 30000
+model = sharded()
+compress(model, TERNARY, TERNARY, exact=None)
+with replace_draws(source):
+    for step in range(2):
+        backward(model, step)
+assert len({key.hop for key in keys}) == 2 and len(set(keys)) == len(keys)
+
+class Weights(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((n * 1024,), 0.5))
+    def forward(self):
+        return self.w
+model = fully_shard(Weights(), mesh=everyone)
+with torch.no_grad():
+    model.w.to_local()[0] = 1.0  # the step of a bucket, so that 0.5 is rounded to 0 or 1
+compress(model, TERNARY, TERNARY, exact=None)
+total, exact = 0.0, 0.0
+for step in range(10):
+    w = model()
+    g = torch.where(w.detach() > 0.5, 0.9, 0.4)
+    g[::1024] = 1.0
+    (w * g).sum().backward()
+    dist.all_reduce(g)
+    exact += (g / n)[me * 1024 + 1 : (me + 1) * 1024].mean().item() / 10
+    total += model.w.grad.to_local()[1:].mean().item() / 10
+    model.zero_grad()
+assert abs(total - exact) < 0.02, (total, exact)  # six standard errors
+""",
+    )
+
+
 def test_all_ranks_compute_with_the_same_weights(said):
     said(
         2,

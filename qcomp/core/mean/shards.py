@@ -61,7 +61,7 @@ class Shards:
             The residual from the last call, at first zeros, in float64 for float64 and in float32 otherwise; None
             without feedback.
         key : Key
-            Seed, step and tensor; the rank is filled in.
+            Seed, step, tensor and hop; the rank is filled in.
 
         Returns
         -------
