@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from qcomp.core import primitives
 from qcomp.core.errors import PayloadError
-from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, require_like
+from qcomp.core.numeric.arrays import Array, compute_dtype_name, detached, dtype_name, require_like
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.traits import Coder, Traits
@@ -149,6 +149,7 @@ class Compressor(ABC):
             exist then.
         """
         own = self.for_shape(tuple(x.shape))
+        (x,) = detached([x])
         encoded = primitives.encode(own, x, None, key)
         primitives.require_accepted(own, encoded)
         return own.payload(x, encoded.data)

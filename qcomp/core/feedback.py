@@ -2,7 +2,7 @@
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, is_mutable
+from qcomp.core.numeric.arrays import Array, compute_dtype_name, detached, dtype_name, is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
@@ -68,6 +68,7 @@ def compress(
         raise TypeError(f"residual has dtype {dtype_name(residual.dtype)}; expected {expected}")
     out = residual if donate and is_mutable(residual) else None
     compressor = compressor.for_shape(tuple(x.shape))
+    (x,) = detached([x])
     encoded = primitives.encode(compressor, x, residual, key, out=out)
     primitives.require_accepted(compressor, encoded)
     return compressor.payload(x, encoded.data), encoded.residual

@@ -374,6 +374,29 @@ def test_detached():
     assert detached([x])[0] is x
 
 
+def test_tensors_whose_memory_holds_the_negatives_of_their_values():
+    torch = pytest.importorskip("torch")
+    plain = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    negated = torch._neg_view(-plain)
+    assert negated.is_neg()
+    c = qcomp.ScaledSign(bucket_size=8)
+
+    def results(x):
+        owed = torch.zeros(64)
+        payload, residual = qcomp.feedback.compress(c, x, owed)
+
+        def rank_main(comm):
+            mean, optimizer = qcomp.CompressedMean(c), qcomp.Adam(learning_rate=0.1)
+            mine = x if comm.rank else torch.ones(64)
+            means, _ = mean(mine, mean.init(mine, comm), comm)
+            moved, _ = optimizer.step(x, mine, optimizer.init(x, comm), comm)
+            return [means, moved, qcomp.comm.broadcast(x, comm)]
+
+        return [c.compress(x).data, payload.data, residual, *qcomp.comm.run_local(2, rank_main)[1]]
+
+    assert all(map(torch.equal, results(negated), results(plain)))
+
+
 def test_concat_of_one_is_the_same_array():
     x = np.ones(2)
     assert concat([x]) is x

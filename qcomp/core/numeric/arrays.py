@@ -200,8 +200,12 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
 
 
 def detached(tensors: Sequence[Array]) -> list[Array]:
-    """Return tensors detached from automatic differentiation, which torch would record."""
-    return [x.detach() if hasattr(x, "detach") else x for x in tensors]
+    """Return tensors detached from automatic differentiation, which torch would record, and from a minus sign.
+
+    The memory of a tensor of torch may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then
+    gives neither its bits nor NumPy's view of it.
+    """
+    return [x.detach().resolve_neg() if hasattr(x, "detach") else x for x in tensors]
 
 
 def bitcast(x: Array, dtype: Any) -> Array:
