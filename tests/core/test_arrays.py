@@ -322,6 +322,35 @@ def test_every_compressor_accepts_values_below_the_limit(dtype):
                 c.compress(too_large, key=qcomp.Key())
 
 
+@pytest.mark.parametrize("kernels", ["auto", "pure"])
+def test_the_default_device_of_torch_changes_nothing(kernels):
+    """Arrays are made on the device of what is computed: here another default device makes none that has values."""
+    torch = pytest.importorskip("torch")
+    x = torch.randn(300, generator=torch.Generator().manual_seed(1))
+
+    def results():
+        found = []
+        for spec in (
+            "sign:scale=rms",
+            "qsgd:norm=l2",
+            "lloyd_max",
+            "minmax",
+            "cast",
+            "topk",
+            "randk",
+            "identity",
+        ):
+            c = qcomp.compressor(spec)
+            payload = c.compress(x, key=qcomp.Key())
+            found += [payload.data, c.decompress(payload, like=x)]
+        return found
+
+    with qcomp.backends.use(kernels):
+        expected = results()
+        with torch.device("meta"):
+            assert all(map(torch.equal, results(), expected))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_element_of_a_long_vector_is_found(library, bad):
     """On the CPU, XLA's maximum drops NaN from 12,100 elements on, though not at 1,000."""

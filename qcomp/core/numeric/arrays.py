@@ -317,7 +317,7 @@ def sqrt(x: Array) -> Array:
         return xp.asarray(xp.sqrt(x))
     if is_torch_array(x) and x.device.type == "cpu":
         host = x.detach().numpy()
-        return xp.asarray(array_namespace(host).sqrt(host))
+        return xp.asarray(array_namespace(host).sqrt(host), device=x.device)
     if xp.__name__ == "jax.numpy":
         return _rounded_once(xp.sqrt, x)
     info = xp.__array_namespace_info__()
