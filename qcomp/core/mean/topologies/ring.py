@@ -69,7 +69,9 @@ class Ring(Topology):
     the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased compressor the
     mean is unbiased, and its variance is the sum of the variances of all roundings, those of sums divided by N^2. The
     owner's part is rounded only once. With two ranks, this is the difference from two phases, where a server also
-    rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
+    rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not. A
+    rank checks what it compresses, not its own part of it: a finite value of 2^100 or more passes where the sum that it
+    is part of, or the owner's mean, is below.
     """
 
     name = "ring"
