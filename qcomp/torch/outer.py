@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
-from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, drive
-from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
+from qcomp.torch.buffers import average_stages
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
 from qcomp.torch.parameters import require_values
 from qcomp.torch.products import plain_products
@@ -53,8 +52,9 @@ class OuterLoop:
         that train data-parallel, a communicator of the ranks that have the same place in each node. Models that FSDP2
         shards within a node need this too: each rank exchanges its own shards.
     buffers : bool, default True
-        Whether a module's floating-point buffers, such as the running statistics of BatchNorm, are averaged exactly
-        once in ``every`` steps, with the last fragment. Other buffers stay on their ranks, and with False all do.
+        Whether a module's dense floating-point buffers, such as the running statistics of BatchNorm, are averaged
+        exactly once in ``every`` steps, with the last fragment. Those with the same bits on all ranks, such as masks,
+        stay as they are. Other buffers stay on their ranks, and with False all do.
 
     Raises
     ------
@@ -64,7 +64,8 @@ class OuterLoop:
         step raises it, before it moves anything, if an optimizer has received other parameters since, the model has
         other tensors, or a parameter requires a gradient now that did not then.
     MismatchError
-        On every rank, if the ranks differ in settings or parameters.
+        On every rank, if the ranks differ in settings or parameters; or from a step that averages buffers, if they have
+        other buffers.
 
     Warns
     -----
@@ -333,12 +334,16 @@ class Trained:
         last = f"rounds.{loop.fragments - 1}"
         if not self._averages_buffers or after.numbers[last] == before.numbers[last]:
             return
-        averaged = [b for b in self.buffers if b.is_floating_point() and b.numel()]
-        if averaged:
-            nothing = MeanState(after.rank, after.size, (), ())
-            means, _ = yield from EXACT.stages(averaged, nothing)
-            for buffer, mean in zip(averaged, means, strict=True):
-                buffer.copy_(mean)
+        yield from average_stages(self._averaged_buffers(), before, self.values()[0])
+
+    def _averaged_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are averaged: dense floating-point ones, by name."""
+        named = [] if self._model is None else self._model.named_buffers()
+        return {
+            plain_name(name): _own_part(buffer)
+            for name, buffer in named
+            if buffer.is_floating_point() and buffer.layout is torch.strided
+        }
 
 
 def _inside(optimizer: Any) -> Any:

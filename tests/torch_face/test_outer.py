@@ -1,6 +1,7 @@
 """The outer loop around torch optimizers: it works by hooks only; ranks are threads."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -469,3 +470,76 @@ def test_an_exchange_under_autocast_is_the_one_outside():
 
     for inside, outside in zip(trained(True), trained(False), strict=True):
         assert torch.equal(inside, outside)
+
+
+class TestBuffers:
+    """What a model has besides parameters: means where ranks differ, and nothing where they do not."""
+
+    def trained(self, buffers, ranks=2):
+        """Return each rank's buffers after an outer round, of a model with these buffers of a rank and BatchNorm."""
+
+        def rank_main(comm):
+            model = network()
+            for name, buffer in buffers(comm.rank).items():
+                model[0].register_buffer(name, buffer, persistent=False)
+            train(comm, PLAIN, 2, model=model)
+            return dict(model.named_buffers())
+
+        return run_local(ranks, rank_main, timeout=20)
+
+    @pytest.mark.parametrize("second", [torch.ones(4), torch.ones(3, dtype=torch.float64), None])
+    def test_others_are_refused_by_name(self, second):
+        """Otherwise all buffers behind it would be averaged with the elements of others."""
+        kinds = "is float32 of shape (3,) on ranks 0 and 2, but "
+        kinds += "absent" if second is None else f"{str(second.dtype)[6:]} of shape {tuple(second.shape)}"
+        expected = re.escape(f"the buffer '0.cache' {kinds} on rank 1: all ranks need the same")
+        with pytest.raises(qcomp.MismatchError, match=expected):
+            self.trained(lambda rank: {"cache": second if rank == 1 else torch.ones(3)}, ranks=3)
+
+    def test_their_order_does_not_matter(self):
+        pairs = [("a", torch.ones(3)), ("b", torch.zeros(5))]
+        found = self.trained(lambda rank: {n: x + rank for n, x in (pairs[::-1] if rank else pairs)})
+        for one in found:
+            assert torch.equal(one["0.a"], torch.full((3,), 1.5))
+            assert torch.equal(one["0.b"], torch.full((5,), 0.5))
+        assert torch.equal(found[0]["1.running_var"], found[1]["1.running_var"])
+
+    @pytest.mark.parametrize(
+        "constant",
+        [
+            torch.full((3, 3), -torch.inf).triu(1),
+            torch.full((2,), torch.nan),
+            torch.ones(3).to(torch.float8_e4m3fn),
+            torch.eye(3).to_sparse(),
+            torch.ones(1).expand(3),
+            torch.zeros(0),
+            torch.rand(
+                100, generator=torch.Generator().manual_seed(0)
+            ),  # its mean over three ranks is another
+        ],
+        ids=["mask", "nan", "float8", "sparse", "expanded", "empty", "float32"],
+    )
+    def test_equal_ones_stay_as_they_are(self, constant):
+        for one in self.trained(lambda _: {"constant": constant.clone()}, ranks=3):
+            torch.testing.assert_close(one["0.constant"], constant, rtol=0, atol=0, equal_nan=True)
+
+    def test_equal_ones_in_other_layouts_stay_as_they_are(self):
+        mask = torch.full((2, 3), -torch.inf).triu(1)
+        found = self.trained(lambda rank: {"mask": mask.t().contiguous().t() if rank else mask.clone()})
+        assert all(torch.equal(one["0.mask"], mask) for one in found)
+
+    def test_expanded_ones_are_averaged(self):
+        found = self.trained(lambda rank: {"x": torch.full((1,), float(rank)).expand(3)})
+        assert all(torch.equal(one["0.x"], torch.full((3,), 0.5)) for one in found)
+
+    def test_those_that_are_not_finite_are_named(self):
+        with pytest.raises(
+            qcomp.NonFiniteError, match=r"the buffer value of '0\.x' on rank 1 is not finite.* in step 2"
+        ):
+            self.trained(lambda rank: {"x": torch.tensor([torch.nan if rank else 1.0])})
+
+    def test_those_without_a_mean_are_named(self):
+        with pytest.raises(
+            TypeError, match=r"the buffer '0\.x' .* has dtype float8_e4m3fn, which has no mean"
+        ):
+            self.trained(lambda rank: {"x": torch.full((3,), float(rank)).to(torch.float8_e4m3fn)})
