@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -25,6 +26,9 @@ from qcomp.torch.parameters import require_values
 from qcomp.torch.products import plain_products
 
 __all__ = ["OuterLoop", "Trained"]
+
+_STEP_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+"""The file of torch with the function that runs the hooks of a step."""
 
 _LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers whose steps are the inner steps of a loop."""
@@ -117,11 +121,15 @@ class OuterLoop:
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
         self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
+        self._calls = _StepCalls()
         self._hooks = [
-            one.register_step_pre_hook(partial(self._before, is_first=not number))
-            for number, one in enumerate(optimizers)
+            hook
+            for one in optimizers
+            for hook in (
+                one.register_step_pre_hook(self._before),
+                one.register_step_post_hook(self._after),
+            )
         ]
-        self._hooks.append(optimizers[-1].register_step_post_hook(self._after))
         _LOOPED.update(optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,9 +196,12 @@ class OuterLoop:
         self._state = state
 
     def _before(
-        self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
+        if not self._calls.enter(optimizer):
+            return None
+        is_first = optimizer is self._trained.optimizers[0]
         if is_first:
             self._trained.require_all()
             self._require_unchanged()
@@ -229,8 +240,10 @@ class OuterLoop:
         drive(self._trained.average_stages(self._loop, self._state), self._comm)
 
     @torch.no_grad()
-    def _after(self, *_: Any) -> None:
+    def _after(self, optimizer: Any, *_: Any) -> None:
         """Count an inner step, exchange where it is due, and write the result into the model."""
+        if not self._calls.leave(optimizer) or optimizer is not self._trained.optimizers[-1]:
+            return
         self._trained.warn_if_unused()
         before, values = self._state, self._trained.values()
         with plain_products(values[0]):
@@ -241,6 +254,39 @@ class OuterLoop:
         drive(self._trained.buffer_stages(self._loop, before, state), self._comm)
         self._trained.write(params)
         self._state = state
+
+
+class _StepCalls:
+    """The calls of `step` that are running, to tell a step from a part of one.
+
+    torch runs an optimizer's hooks around `step` of its class, and again where that calls `step` of the base class. A
+    call that raises has no post-hook, so calls that are no longer on the stack are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, list[FrameType]] = {}
+
+    def enter(self, optimizer: Any) -> bool:
+        """Return whether the call whose pre-hook this is lies inside no other call for its optimizer."""
+        calls, stack = self._on_stack(optimizer)
+        calls.append(next(frame for frame in stack if frame.f_code.co_filename == _STEP_FILE))
+        self._running[id(optimizer)] = calls
+        return len(calls) == 1
+
+    def leave(self, optimizer: Any) -> bool:
+        """Return whether the call whose post-hook this is lies inside no other call for its optimizer."""
+        calls, _ = self._on_stack(optimizer)
+        self._running[id(optimizer)] = calls[:-1]
+        return len(calls) <= 1
+
+    def _on_stack(self, optimizer: Any) -> tuple[list[FrameType], list[FrameType]]:
+        """Return the calls for an optimizer that are running, and all frames, beginning with the innermost."""
+        stack, frame = [], sys._getframe(1).f_back
+        while frame is not None:
+            stack.append(frame)
+            frame = frame.f_back
+        held = set(map(id, stack))
+        return [call for call in self._running.get(id(optimizer), []) if id(call) in held], stack
 
 
 class Trained:

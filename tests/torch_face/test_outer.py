@@ -543,3 +543,44 @@ class TestBuffers:
             TypeError, match=r"the buffer '0\.x' .* has dtype float8_e4m3fn, which has no mean"
         ):
             self.trained(lambda rank: {"x": torch.full((3,), float(rank)).to(torch.float8_e4m3fn)})
+
+
+class TestStepsInsideSteps:
+    """torch runs the hooks of an optimizer again where the step of its class calls that of a base class."""
+
+    class Careful(torch.optim.AdamW):
+        fails = False
+
+        def step(self, closure=None):
+            loss = super().step(closure)
+            if self.fails:
+                raise OSError("the log is full")
+            return loss
+
+    def made(self, warmup):
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # now torch runs hooks in the base class, too
+        loop = qcomp.OuterLoop(every=4, warmup=warmup, exact=None)
+        comm = qcomp.comm.LocalCommunicator.alone()
+        return train(comm, loop, 0, optimizers=lambda model: self.Careful(model.parameters(), lr=0.05))
+
+    @pytest.mark.parametrize("warmup", [0, 2])
+    def test_count_as_one_step(self, warmup):
+        model, optimizer, outer = self.made(warmup)
+        for step in range(6):
+            one_step(model, optimizer, 0, step)
+            assert outer.core_state.step == step + 1
+
+    def test_count_as_one_step_after_an_error(self):
+        """Neither a step that fails inside its base class nor one that fails after it has a post-hook."""
+        model, optimizer, outer = self.made(0)
+        one_step(model, optimizer, 0, 0)
+        optimizer.fails = True
+        with pytest.raises(OSError, match="the log is full"):
+            one_step(model, optimizer, 0, 1)
+        optimizer.fails = False
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        assert outer.core_state.step == 1
+        for step in range(1, 4):
+            one_step(model, optimizer, 0, step)
+            assert outer.core_state.step == step + 1
