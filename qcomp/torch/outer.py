@@ -22,7 +22,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
 from qcomp.torch.buffers import average_stages
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
-from qcomp.torch.parameters import require_values
+from qcomp.torch.parameters import require_memory_of_its_own
 from qcomp.torch.products import plain_products
 
 __all__ = ["OuterLoop", "Trained"]
@@ -44,7 +44,7 @@ class OuterLoop:
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained. Parameters that require no gradient stay as they are. Do not wrap a module in
+        What is trained. Parameters that require no gradient stay as they are, and one given twice counts once. Do not wrap a module in
         DistributedDataParallel, except over the ranks of one node.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, or the wrappers of a framework around them. Their states
@@ -63,7 +63,7 @@ class OuterLoop:
     Raises
     ------
     ValueError
-        If a parameter has no values yet; if an optimizer has parameters that ``model`` does not have, or has a loop
+        If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model`` does not have, or has a loop
         already; or on every rank, if the model or an optimizer of qcomp averages over all these ranks in every step. A
         step raises it, before it moves anything, if an optimizer has received other parameters since, the model has
         other tensors, or a parameter requires a gradient now that did not then.
@@ -313,7 +313,7 @@ class Trained:
             raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
         named = _named(model)
         self.optimizers = optimizers
-        require_values(named)
+        require_memory_of_its_own(named)
         self.names = tuple(name for name, _ in named)
         self._model = model if isinstance(model, torch.nn.Module) else None
         self._averages_buffers = buffers
@@ -399,16 +399,19 @@ def _inside(optimizer: Any) -> Any:
 
 
 def _named(model: Any) -> list[tuple[str, Any]]:
-    """Return the parameters that are trained, with their names."""
+    """Return the parameters that are trained, each once, under its first name."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     given: Iterable[Any] = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     numbered = enumerate(given)
     pairs = [entry if isinstance(entry, tuple) else (str(number), entry) for number, entry in numbered]
-    found = [(plain_name(name), p) for name, p in pairs if p.requires_grad]
+    found: dict[int, tuple[str, Any]] = {}
+    for name, p in pairs:
+        if p.requires_grad:
+            found.setdefault(id(p), (plain_name(name), p))
     if not found:
         raise ValueError("model has no parameter that requires a gradient; expected at least one")
-    return found
+    return list(found.values())
 
 
 def _own_part(x: Any) -> Any:

@@ -584,3 +584,27 @@ class TestStepsInsideSteps:
         for step in range(1, 4):
             one_step(model, optimizer, 0, step)
             assert outer.core_state.step == step + 1
+
+
+def test_a_parameter_that_is_given_twice_counts_once():
+    """As tied weights in lists of parameters; with fragments they would have two shared values."""
+    tied, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    alone = qcomp.comm.LocalCommunicator.alone()
+    for given, names in (
+        ([("a", tied), ("b", other), ("c", tied)], ("a", "b")),
+        ([tied, tied, other], ("0", "2")),
+    ):
+        optimizer = torch.optim.SGD([tied, other], lr=0.1)
+        outer = qcomp.torch.OuterLoop(
+            given, optimizer, qcomp.OuterLoop(every=2, fragments=2, exact=None), comm=alone
+        )
+        assert outer.core_state.names == names
+
+
+def test_parameters_that_share_memory_are_refused():
+    values = torch.ones(5)
+    params = [torch.nn.Parameter(values[:3]), torch.nn.Parameter(values[2:])]
+    with pytest.raises(ValueError, match="the parameters '0' and '1' share memory"):
+        qcomp.torch.OuterLoop(
+            params, torch.optim.SGD(params), PLAIN, comm=qcomp.comm.LocalCommunicator.alone()
+        )
