@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
@@ -44,8 +45,8 @@ class OuterLoop:
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained. Parameters that require no gradient stay as they are, and one given twice counts once. Do not wrap a module in
-        DistributedDataParallel, except over the ranks of one node.
+        What is trained. Parameters that require no gradient stay as they are, and one that is given twice counts once.
+        Do not wrap a module in DistributedDataParallel, except over the ranks of one node.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, or the wrappers of a framework around them. Their states
         stay on their ranks.
@@ -63,10 +64,10 @@ class OuterLoop:
     Raises
     ------
     ValueError
-        If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model`` does not have, or has a loop
-        already; or on every rank, if the model or an optimizer of qcomp averages over all these ranks in every step. A
-        step raises it, before it moves anything, if an optimizer has received other parameters since, the model has
-        other tensors, or a parameter requires a gradient now that did not then.
+        If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model``
+        does not have, or has a loop already; or on every rank, if the model or an optimizer of qcomp averages over all
+        these ranks in every step. A step raises it, before it moves anything, if an optimizer has received other
+        parameters since, the model has other tensors, or a parameter requires a gradient now that did not then.
     MismatchError
         On every rank, if the ranks differ in settings or parameters; or from a step that averages buffers, if they have
         other buffers.
@@ -195,6 +196,7 @@ class OuterLoop:
         self._trained.write(params)
         self._state = state
 
+    @_disable_dynamo  # torch.compile cannot trace exchanges, in a compiled step
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -239,6 +241,7 @@ class OuterLoop:
         """Replace the gradients by their means."""
         drive(self._trained.average_stages(self._loop, self._state), self._comm)
 
+    @_disable_dynamo
     @torch.no_grad()
     def _after(self, optimizer: Any, *_: Any) -> None:
         """Count an inner step, exchange where it is due, and write the result into the model."""

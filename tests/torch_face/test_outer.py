@@ -608,3 +608,30 @@ def test_parameters_that_share_memory_are_refused():
         qcomp.torch.OuterLoop(
             params, torch.optim.SGD(params), PLAIN, comm=qcomp.comm.LocalCommunicator.alone()
         )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # from within torch
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_compiled_step_trains_as_a_plain_one(warmup):
+    def trained(compiled):
+        torch._dynamo.reset()
+        loop = qcomp.OuterLoop(every=2, warmup=warmup)
+        alone = qcomp.comm.LocalCommunicator.alone()
+        # AdamW would amplify other roundings of a gradient that is almost zero, of the bias before BatchNorm.
+        model, optimizer, outer = train(
+            alone,
+            loop,
+            0,
+            optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
+        )
+        step_of = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(model, 0, step)
+            step_of()
+            assert outer.core_state.step == step + 1
+        return list(model.parameters())
+
+    for found, expected in zip(trained(compiled=True), trained(compiled=False), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
