@@ -19,6 +19,7 @@ from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
+from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
 from qcomp.torch.buffers import average_stages
@@ -80,10 +81,11 @@ class OuterLoop:
 
     Notes
     -----
-    With a ``delay`` the exchanges travel while inner steps run, see `qcomp.outer.Overlapped`. In the warm-up, gradients
-    are averaged before the first optimizer steps; a parameter that no rank has used stays without a gradient. A rank
-    whose GradScaler skips a step reaches the next exchange a step of the script later, and the others wait for it. So
-    the last exchange of a job may lack a rank: use bfloat16 without a scaler.
+    With a ``delay`` the exchanges travel while inner steps run, see `qcomp.outer.Overlapped`. In the warm-up, the
+    gradients of an optimizer's parameters are averaged before each of its steps, so all ranks make the same steps in
+    the same order; a parameter that no rank has used stays without a gradient. A rank whose GradScaler skips a step
+    reaches the next exchange a step of the script later, and the others wait for it. So the last exchange of a job may
+    lack a rank: use bfloat16 without a scaler.
 
     Examples
     --------
@@ -123,6 +125,7 @@ class OuterLoop:
         self._running = Overlapped(loop, self._comm) if overlaps else None
         self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
         self._calls = _StepCalls()
+        self._has_begun = False
         self._hooks = [
             hook
             for one in optimizers
@@ -203,22 +206,22 @@ class OuterLoop:
         """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
         if not self._calls.enter(optimizer):
             return None
-        is_first = optimizer is self._trained.optimizers[0]
-        if is_first:
+        if optimizer is self._trained.optimizers[0]:
             self._trained.require_all()
+        if not self._has_begun and not self._state.step:
             self._require_unchanged()
+        self._has_begun = True
         if self._state.stage != "warmup":
             return None
         (of_step, *given), named = args, dict(kwargs)
         closure = named.pop("closure", given[0] if given else None)
         if closure is None:
-            if is_first:
-                self._average()
+            self._average(optimizer)
             return None
 
         def averaged() -> Any:
             loss = closure()
-            self._average()
+            self._average(optimizer)
             return loss
 
         return (of_step, averaged, *given[1:]), named
@@ -226,20 +229,20 @@ class OuterLoop:
     @torch.no_grad()
     def _require_unchanged(self) -> None:
         """Raise RuntimeError if parameters have changed between the making of the loop and the first inner step."""
-        if self._state.step:
-            return
         shared = self._loop.shared(self._trained.values(), self._state)
+        changing = self._trained.changing_in_forward
         for name, value, first in zip(self._trained.names, self._trained.values(), shared, strict=True):
-            if not torch.equal(value, first):
+            if name not in changing and not torch.equal(value, first):
                 raise RuntimeError(
                     f"the parameter {name!r} has changed since the loop was made, which would count as an inner step: "
-                    "load weights first, then make the loop"
+                    "load weights first, then make the loop, after all else that changes parameters before the first "
+                    "step, such as another optimizer or a forward pass that writes to them"
                 )
 
     @torch.no_grad()
-    def _average(self) -> None:
-        """Replace the gradients by their means."""
-        drive(self._trained.average_stages(self._loop, self._state), self._comm)
+    def _average(self, optimizer: Any) -> None:
+        """Replace the gradients of an optimizer's parameters by their means."""
+        drive(self._trained.average_stages(self._loop, self._state, [optimizer]), self._comm)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -363,16 +366,33 @@ class Trained:
             if new.data_ptr() != value.data_ptr():
                 value.copy_(new)
 
-    def average_stages(self, loop: CoreLoop, state: OptimizerState) -> Stages[None]:
-        """Replace the gradients by their means, in the warm-up; a parameter that no rank uses keeps none."""
-        values, used = self.values(), [p.grad is not None for p in self.tensors]
+    @property
+    def changing_in_forward(self) -> set[str]:
+        """The names of the parameters that forward passes change: of embeddings that renormalise their rows."""
+        layers = [] if self._model is None else self._model.modules()
+        changed = {id(layer.weight) for layer in layers if getattr(layer, "max_norm", None) is not None}
+        return {name for name, p in zip(self.names, self.tensors, strict=True) if id(p) in changed}
+
+    def average_stages(
+        self, loop: CoreLoop, state: OptimizerState, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Stages[None]:
+        """Replace the gradients that optimizers use by their means, in the warm-up.
+
+        A parameter that no rank uses keeps none.
+        """
+        moved = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        members = tuple(number for number, p in enumerate(self.tensors) if id(p) in moved)
+        if not members:
+            return
+        tensors = [self.tensors[number] for number in members]
+        values, used = [_own_part(p) for p in tensors], [p.grad is not None for p in tensors]
         anywhere = yield from used_anywhere(used, state, values[0])
         grads = [
             _own_part(p.grad) if is_used else torch.zeros_like(value)
-            for p, value, is_used in zip(self.tensors, values, used, strict=True)
+            for p, value, is_used in zip(tensors, values, used, strict=True)
         ]
-        means = yield from loop.average_stages(grads, state)
-        for p, mean, is_used in zip(self.tensors, means, anywhere, strict=True):
+        means = yield from loop.average_stages(grads, take(state, members, loop.compression))
+        for p, mean, is_used in zip(tensors, means, anywhere, strict=True):
             if is_used:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)

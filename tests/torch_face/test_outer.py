@@ -472,6 +472,58 @@ def test_an_exchange_under_autocast_is_the_one_outside():
         assert torch.equal(inside, outside)
 
 
+class TestSeveralBackwardPasses:
+    """Two optimizers, each with its own backward pass, as for a generator and its critic."""
+
+    @pytest.mark.parametrize(("warmup", "critic"), [(4, 1), (4, 3), (0, 3)])
+    def test_each_optimizer_averages_its_own_gradients(self, warmup, critic):
+        """The warm-up ends with a check that all ranks have the same parameters."""
+
+        def rank_main(comm):
+            models = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)])
+            with torch.no_grad():
+                for p in models.parameters():
+                    p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape))
+            makes, judges = (torch.optim.RMSprop(one.parameters(), 1e-2) for one in models)
+            loop = qcomp.OuterLoop(every=2, warmup=warmup)
+            outer = qcomp.torch.OuterLoop(models, [judges, makes], loop, comm=comm)
+            for step in range(6):
+                for turn in range(critic):
+                    generator = torch.Generator().manual_seed(100 * step + 10 * turn + comm.rank)
+                    x = torch.randn(8, 4, generator=generator)
+                    judges.zero_grad()
+                    (models[1](x).square().mean() - models[1](models[0](x)).mean()).backward()
+                    judges.step()
+                makes.zero_grad()
+                models[1](models[0](x)).mean().backward()
+                makes.step()
+                if step < warmup:
+                    trail.append((step, bits(models.parameters())))
+            return outer.core_state.step, bits(models.parameters())
+
+        trail = []
+        one, other = run_local(2, rank_main, timeout=20)
+        assert one == other
+        assert one[0] == 6
+        for step in range(warmup):
+            assert len({tuple(found) for of, found in trail if of == step}) == 1
+
+    def test_an_embedding_that_renormalises_is_no_weight_that_is_loaded_late(self):
+        def rank_main(comm):
+            model = torch.nn.Embedding(8, 4, max_norm=1.0)
+            with torch.no_grad():
+                model.weight.fill_(2.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            outer = qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
+            for step in range(2):
+                model(torch.tensor([comm.rank, step])).sum().backward()
+                optimizer.step()
+            return outer.core_state.step, bits(model.parameters())
+
+        one, other = run_local(2, rank_main, timeout=20)
+        assert one == other
+
+
 class TestBuffers:
     """What a model has besides parameters: means where ranks differ, and nothing where they do not."""
 

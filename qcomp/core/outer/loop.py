@@ -538,8 +538,10 @@ class OuterLoop(OuterSettings):
             )
         except MismatchError as error:
             raise MismatchError(
-                f"the warm-up of {self.warmup} steps ends with different parameters on the ranks: give every inner "
-                f"step the gradients that OuterLoop.average returns; {error}"
+                f"the warm-up of {self.warmup} steps ends with different parameters on the ranks: inner steps must use "
+                "the gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop "
+                "do, and nothing else may change parameters, such as another optimizer or a forward pass that "
+                f"renormalises; {error}"
             ) from error
         anchor = tuple(copy(to_compute_dtype(p)) for p in tensors)
         return state._replace(stage=LOCAL, arrays={**state.arrays, ANCHOR: anchor})

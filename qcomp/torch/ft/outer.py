@@ -209,7 +209,7 @@ class ElasticOuterLoop(Replica):
         return True
 
     def _warmup_stages(self, _: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
-        yield from self._trained.average_stages(self._loop, state)
+        yield from self._trained.average_stages(self._loop, state, self._trained.optimizers)
         self._inner_steps()
         return (yield from self._loop_stages(self._trained.values(), state))
 
