@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
@@ -15,7 +16,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
-from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.mean.stages import AllGather, Stages, drive
+from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
@@ -83,9 +85,10 @@ class OuterLoop:
     -----
     With a ``delay`` the exchanges travel while inner steps run, see `qcomp.outer.Overlapped`. In the warm-up, the
     gradients of an optimizer's parameters are averaged before each of its steps, so all ranks make the same steps in
-    the same order; a parameter that no rank has used stays without a gradient. A rank whose GradScaler skips a step
-    reaches the next exchange a step of the script later, and the others wait for it. So the last exchange of a job may
-    lack a rank: use bfloat16 without a scaler.
+    the same order; a parameter that no rank has used stays without a gradient. A closure's loss is averaged, too.
+
+    A rank whose GradScaler skips a step reaches the next exchange a step of the script later, and the others wait for
+    it. So the last exchange of a job may lack a rank: use bfloat16 without a scaler.
 
     Examples
     --------
@@ -222,7 +225,7 @@ class OuterLoop:
         def averaged() -> Any:
             loss = closure()
             self._average(optimizer)
-            return loss
+            return drive(_mean_loss_stages(loss, self._state, self._trained.values()[0]), self._comm)
 
         return (of_step, averaged, *given[1:]), named
 
@@ -441,6 +444,24 @@ def _own_part(x: Any) -> Any:
     """Return what this rank holds of a tensor, in the same memory: all of it, or its shard of a DTensor."""
     own = x.detach()
     return own.to_local() if hasattr(own, "to_local") else own
+
+
+def _mean_loss_stages(loss: Any, state: OptimizerState, like: Any) -> Stages[Any]:
+    """Return the mean of what closures returned, in the same bits on all ranks; this rank's if one has no number.
+
+    An optimizer that decides by losses, such as LBFGS, otherwise decides differently on each rank.
+    """
+    loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+    is_number = isinstance(loss, float) or (
+        isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.numel() == 1
+    )
+    own = struct.pack("<?d", is_number, float(loss) if is_number else 0.0)
+    arrived = yield AllGather(from_host_bytes(own, like), (len(own),) * state.size)
+    are_numbers, losses = zip(*[struct.unpack("<?d", host_bytes(part)) for part in arrived], strict=True)
+    if not all(are_numbers):
+        return loss
+    mean = sum(losses) / state.size
+    return mean if isinstance(loss, float) else torch.full_like(loss, mean)
 
 
 def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None:

@@ -472,6 +472,62 @@ def test_an_exchange_under_autocast_is_the_one_outside():
         assert torch.equal(inside, outside)
 
 
+class TestClosures:
+    """In the warm-up all ranks see the same gradients and the same losses."""
+
+    @pytest.mark.parametrize("search", [None, "strong_wolfe"])
+    def test_lbfgs_decides_alike_on_all_ranks(self, search):
+        def rank_main(comm):
+            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape))
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn=search)
+            qcomp.torch.OuterLoop(model, optimizer, qcomp.OuterLoop(every=3, warmup=2), comm=comm)
+            calls = []
+
+            def closure():
+                calls.append(1)
+                optimizer.zero_grad()
+                x = torch.randn(16, 6, generator=torch.Generator().manual_seed(comm.rank))
+                loss = (model(x) - 3 * (1 + comm.rank) * x[:, :3]).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            optimizer.step(closure)
+            return len(calls), bits(model.parameters())
+
+        one, other = run_local(2, rank_main, timeout=20)
+        assert one == other
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ((1.0, 2.0), (1.5, 1.5)),
+            ((torch.tensor(1.0, dtype=torch.float64), torch.tensor([2.0])), (1.5, 1.5)),
+            ((1.0, torch.inf), (torch.inf, torch.inf)),
+            ((1.0, None), (1.0, None)),
+            ((None, None), (None, None)),
+        ],
+    )
+    def test_losses_are_averaged_if_all_ranks_have_one(self, given, expected):
+        def rank_main(comm):
+            _, optimizer, _ = train(comm, qcomp.OuterLoop(every=2, warmup=2), 0)
+
+            def closure():
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.grad = torch.full_like(p, comm.rank)
+                return given[comm.rank]
+
+            found = optimizer.step(closure)
+            assert type(found) is type(given[comm.rank])
+            return found
+
+        assert tuple(run_local(2, rank_main, timeout=20)) == expected
+
+
 class TestSeveralBackwardPasses:
     """Two optimizers, each with its own backward pass, as for a generator and its critic."""
 
