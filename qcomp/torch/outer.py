@@ -381,17 +381,23 @@ class Trained:
     ) -> Stages[None]:
         """Replace the gradients that optimizers use by their means, in the warm-up.
 
-        A parameter that no rank uses keeps none.
+        A parameter that no rank uses keeps none. A GradScaler leaves unscaling and skipping to the step of an optimizer
+        with ``fused=True``. So the scale is taken off here, and a step that overflows on any rank is skipped on all.
         """
-        moved = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-        members = tuple(number for number, p in enumerate(self.tensors) if id(p) in moved)
+        scales = {id(p): _scale(one) for one in optimizers for g in one.param_groups for p in g["params"]}
+        members = tuple(number for number, p in enumerate(self.tensors) if id(p) in scales)
         if not members:
             return
         tensors = [self.tensors[number] for number in members]
         values, used = [_own_part(p) for p in tensors], [p.grad is not None for p in tensors]
-        anywhere = yield from used_anywhere(used, state, values[0])
+        overflows = any(map(_overflows, optimizers))
+        *anywhere, is_skipped = yield from used_anywhere([*used, overflows], state, values[0])
+        if is_skipped:
+            for one in optimizers:
+                _skip(one)
+            return
         grads = [
-            _own_part(p.grad) if is_used else torch.zeros_like(value)
+            _unscaled(_own_part(p.grad), scales[id(p)]) if is_used else torch.zeros_like(value)
             for p, value, is_used in zip(tensors, values, used, strict=True)
         ]
         means = yield from loop.average_stages(grads, take(state, members, loop.compression))
@@ -400,6 +406,9 @@ class Trained:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 _own_part(p.grad).copy_(mean)
+        for one in optimizers:
+            if hasattr(one, "grad_scale"):
+                one.grad_scale = None  # else the step would take it off once more
 
     def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
         """Average the buffers, if the step between two states has applied the last fragment."""
@@ -416,6 +425,33 @@ class Trained:
             for name, buffer in named
             if buffer.is_floating_point() and buffer.layout is torch.strided
         }
+
+
+def _scale(optimizer: Any) -> float:
+    """Return the scale of the gradients that a GradScaler has left to the step of an optimizer; 1 without one."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
+
+
+def _unscaled(grad: Any, scale: float) -> Any:
+    """Return a gradient without its scale, in the same memory if there is none."""
+    return grad if scale == 1 else grad / scale
+
+
+def _overflows(optimizer: Any) -> bool:
+    """Return whether a GradScaler has found an infinite gradient, and left it to the optimizer to skip the step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _skip(optimizer: Any) -> None:
+    """Let an optimizer under a GradScaler skip its step, as if this rank's own gradients had overflowed."""
+    if getattr(optimizer, "found_inf", None) is not None:
+        optimizer.found_inf.fill_(1.0)
+    for group in optimizer.param_groups:  # optimizers of qcomp look at the gradients
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.fill_(torch.nan)
 
 
 def _inside(optimizer: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from itertools import pairwise
 
 import pytest
 
@@ -526,6 +527,50 @@ class TestClosures:
             return found
 
         assert tuple(run_local(2, rank_main, timeout=20)) == expected
+
+
+class TestFusedUnderScaler:
+    """A GradScaler leaves unscaling and skipping to the steps of fused optimizers, and of those of qcomp."""
+
+    @staticmethod
+    def torchs(model):
+        return torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+
+    @staticmethod
+    def qcomps(model):
+        alone = qcomp.comm.LocalCommunicator.alone()
+        return qcomp.torch.CompressedSGD(model.parameters(), lr=0.05, exact=None, comm=alone)
+
+    def trained(self, make, *, scaled, overflows=()):
+        """Return the parameters of both ranks after each step; rank 1 overflows in some steps."""
+
+        def rank_main(comm):
+            model, optimizer, _ = train(comm, qcomp.OuterLoop(every=3, warmup=5), 0, optimizers=make)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0 * (1 + comm.rank), enabled=scaled)
+            trail = []
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.randn(16, 6, generator=torch.Generator().manual_seed(100 * comm.rank + step))
+                loss = (model(x) - x[:, :3]).square().mean()
+                scaler.scale(loss * torch.inf if comm.rank and step in overflows else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                trail.append(bits(model.parameters()))
+            return trail
+
+        return run_local(2, rank_main, timeout=20)
+
+    @pytest.mark.parametrize("make", [torchs, qcomps])
+    def test_ranks_with_other_scales_train_as_without(self, make):
+        one, other = self.trained(make, scaled=True)
+        assert one == other
+        assert one == self.trained(make, scaled=False)[0]  # scales are powers of two
+
+    @pytest.mark.parametrize("make", [torchs, qcomps])
+    def test_all_ranks_skip_what_overflows_on_one(self, make):
+        one, other = self.trained(make, scaled=True, overflows=[1])
+        assert one == other
+        assert [a == b for a, b in pairwise(one)] == [True, False, False]
 
 
 class TestSeveralBackwardPasses:
