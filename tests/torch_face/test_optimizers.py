@@ -633,6 +633,47 @@ def test_different_settings_of_0_1_adam_are_found_at_the_synchronisation():
     run_local(2, main)
 
 
+def test_a_rate_that_differed_in_a_silent_step_is_found_at_the_synchronisation():
+    """Nobody compares it in that step, but it stays in the sums that the synchronisation divides by."""
+
+    def main(comm):
+        model = model_of(comm.rank)
+        optimizer = face(
+            "ZeroOneAdam", model.named_parameters(), comm, sync_steps=lambda step: step % 3 == 0, freeze=1
+        )
+        train(optimizer, model, comm.rank, range(1))
+        (group,) = optimizer.param_groups
+        group["lr"] += 0.01 * comm.rank
+        train(optimizer, model, comm.rank, range(1, 2))
+        group["lr"] -= 0.01 * comm.rank
+        assert optimizer.core_state.stage == "local"
+        with pytest.raises(
+            qcomp.MismatchError, match=r"differ between rank 0, and rank 1.*in the state .*'rates'"
+        ):
+            train(optimizer, model, comm.rank, range(2, 5))
+
+    run_local(2, main)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "cure"),
+    [
+        ("CompressedSGD", {"nesterov": True}, "nesterov=True, .* pass it to the optimizer"),
+        ("OneBitAdam", {"clip_norm": 1.0}, "clip_norm=1.0, .* pass it to the optimizer"),
+        ("QAdam", {"maximize": True}, "maximize=True, .* leave it out"),
+    ],
+)
+def test_a_setting_of_a_group_that_has_no_effect_is_an_error(name, group, cure):
+    first, *others = model_of(0).parameters()
+    with pytest.raises(ValueError, match=rf"param_groups\[1\] has {cure}"):
+        face(name, [{"params": [first]}, {"params": others, **group}], LocalCommunicator.alone())
+    optimizer = face(name, [first], LocalCommunicator.alone())
+    with pytest.raises(ValueError, match=rf"param_groups\[1\] has {cure}"):
+        optimizer.add_param_group({"params": others, **group})
+    assert len(optimizer.param_groups) == 1
+    face(name, [{"params": [first], "amsgrad": False, "layer": 3}], LocalCommunicator.alone())
+
+
 @pytest.mark.parametrize(("key", "value"), [("compressor", qcomp.QSGD(7, 64)), ("exact", True)])
 def test_changing_a_fixed_setting_is_an_error(key, value):
     model = model_of(0)
