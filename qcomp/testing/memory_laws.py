@@ -61,8 +61,8 @@ def _tensors(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]
 
 def any_layout(case: Case) -> None:
     """A view, a matrix in Fortran order, channels last or a reversed array compresses like a contiguous copy."""
-    if case.jit:
-        return  # JAX arrays are never views
+    if library_name(case.xp) == "jax.numpy":
+        return  # its arrays are never views
     for dtype in _dtypes(case):
         for size in _sizes(case):
             x = vector("gaussian", size, 25)
