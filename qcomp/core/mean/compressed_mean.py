@@ -493,7 +493,7 @@ class CompressedMean:
             mean = self._of_one_vector
         layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
         if self.keeps_residuals:
-            self._require_residuals(state, layout)
+            self._require_residuals(state, layout, vectors)
         call = Call(
             layout,
             vectors,
@@ -550,25 +550,27 @@ class CompressedMean:
         if found != expected:
             raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
 
-    def _require_residuals(self, state: MeanState, layout: Layout) -> None:
+    def _require_residuals(self, state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
         """Raise ValueError unless the residuals have the lengths and dtypes that `init` gives them."""
-        for name, ranges, kept in zip(
-            ("worker", "server"), layout.residuals, (state.worker, state.server), strict=True
-        ):
-            expected = [(segment.size, layout.operands.dtypes[segment.tensor]) for segment in ranges]
-            found = [(math.prod(e.shape), dtype_name(e.dtype)) for e in kept]
-            for (elements, dtype), (wanted, computed) in zip(found, expected, strict=False):
-                if elements == wanted and dtype != computed:
+        kinds = ("worker", state.worker), ("server", state.server)
+        for (name, kept), expected in zip(kinds, layout.residual_lengths, strict=True):
+            for (length, tensor), e in zip(expected, kept, strict=False):
+                if e.shape[0] != length:
+                    break
+                computed = vectors[tensor].dtype
+                if e.dtype != computed and dtype_name(e.dtype) != dtype_name(computed):
                     raise ValueError(
-                        f"x is computed in {computed}; its {name} residual in state is {dtype}: convert before init, "
-                        "or make a new state"
+                        f"x is computed in {dtype_name(computed)}; its {name} residual in state is "
+                        f"{dtype_name(e.dtype)}: convert before init, or make a new state"
                     )
-            if found != expected:
-                lengths = [[elements for elements, _ in each] for each in (found, expected)]
-                raise ValueError(
-                    f"state has {name} residuals of {lengths[0]} elements; expected {lengths[1]}: it is the state of "
-                    "another mean, or of arrays of other shapes: make it with this mean's init"
-                )
+            else:
+                if len(kept) == len(expected):
+                    continue
+            raise ValueError(
+                f"state has {name} residuals of {[e.shape[0] for e in kept]} elements; expected "
+                f"{[length for length, _ in expected]}: it is the state of another mean, or of arrays of other shapes: "
+                "make it with this mean's init"
+            )
 
 
 def _only(results: Sequence[Averaged]) -> Averaged:

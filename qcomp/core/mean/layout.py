@@ -135,6 +135,11 @@ class Layout:
         """For each tensor of which this rank serves a segment, the index of its server residual."""
         return {segment.tensor: number for number, segment in enumerate(self.residuals.server)}
 
+    @cached_property
+    def residual_lengths(self) -> tuple[list[tuple[int, int]], ...]:
+        """The elements and the tensor of each residual, of the worker and of the server."""
+        return tuple([(segment.size, segment.tensor) for segment in ranges] for ranges in self.residuals)
+
     def frame_of(self, chunks: Sequence[Chunk]) -> tuple[Frame, ...]:
         """Return the frame of each of some chunks."""
         return tuple(map(self.operands.frame, chunks))

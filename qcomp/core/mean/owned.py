@@ -141,7 +141,7 @@ class OwnedMean(CompressedMean):
         residuals = tuple(array_namespace(m).zeros_like(m) for m in state.server)
         return state._replace(server=(*state.server, *residuals))
 
-    def _require_residuals(self, state: MeanState, layout: Layout) -> None:
+    def _require_residuals(self, state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
         """Raise ValueError unless the state holds the arrays of the tensors that this rank owns."""
         owned, kinds = len(layout.residuals.server), len(self.owned_kinds)
         if len(state.server) != kinds * owned:
@@ -151,7 +151,7 @@ class OwnedMean(CompressedMean):
             )
         for start in range(0, kinds * owned or 1, owned or 1):
             of_kind = state._replace(server=state.server[start : start + owned])
-            super()._require_residuals(of_kind, layout)
+            super()._require_residuals(of_kind, layout, vectors)
 
 
 @dataclass(frozen=True, eq=False)
