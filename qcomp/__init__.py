@@ -8,7 +8,7 @@ determine which one is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qcomp import backends, checkpoint, feedback, outer, topologies
+from qcomp import backends, checkpoint, feedback, topologies
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import (
     QSGD,
@@ -61,7 +61,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, elastic, extend, integrations, jax, planning, testing, torch
+    from qcomp import comm, compat, elastic, extend, integrations, jax, outer, planning, testing, torch
 
 __all__ = [
     "EF21SGD",
@@ -135,7 +135,18 @@ __all__ = [
     "torch",
 ]
 
-_SUBPACKAGES = ("comm", "compat", "elastic", "extend", "integrations", "jax", "planning", "testing", "torch")
+_SUBPACKAGES = (
+    "comm",
+    "compat",
+    "elastic",
+    "extend",
+    "integrations",
+    "jax",
+    "outer",
+    "planning",
+    "testing",
+    "torch",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -160,7 +160,7 @@ class TestState:
             signs.begin(swapped, state, Terms())
         longer = state._replace(worker=tuple(np.append(e, e[:1]) for e in state.worker))
         with pytest.raises(
-            ValueError, match=r"worker residuals of \[101, 21\] elements; expected \[100, 20\]"
+            ValueError, match=r"worker residuals of the shapes \[\(101,\), \(21,\)\]; expected \[\(100,\), "
         ):
             signs.begin(x, longer, Terms())
 
@@ -170,7 +170,7 @@ class TestState:
         *_, state = start(CompressedMean(qcomp.ScaledSign(bucket_size=8)), x, 3)
         other = CompressedMean(qcomp.ScaledSign(bucket_size=32))
         with pytest.raises(
-            ValueError, match=r"server residuals of \[20\] elements; expected \[\]: it is the state of"
+            ValueError, match=r"server residuals of the shapes \[\(20,\)\]; expected \[\]: it is the state of"
         ):
             other.begin(x, state, Terms())
 

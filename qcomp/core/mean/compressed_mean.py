@@ -19,6 +19,13 @@ from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
 from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
 from qcomp.core.mean.stages import Stages, Transport, announce_lengths, drive, pipeline
+from qcomp.core.mean.state import (
+    MeanState,
+    require_no_residuals,
+    require_own_residuals,
+    require_tensors,
+    zeros_for,
+)
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
 from qcomp.core.mean.topologies.registry import AUTO, require_name, topology
@@ -30,7 +37,6 @@ from qcomp.core.numeric.arrays import (
     concat,
     cut_like,
     detached,
-    device,
     dtype_name,
     flat,
     to_compute_dtype,
@@ -46,29 +52,11 @@ __all__ = [
     "of_one_tensor",
     "shaped_like",
     "unless_refused",
-    "zeros_for",
 ]
 
 
 _MOST_LAYOUTS = 256
 """How many layouts a mean remembers; a caller who passes other shapes in every step must not fill the memory."""
-
-
-class MeanState(NamedTuple):
-    """The state of a rank between two compressed means."""
-
-    rank: int
-    size: int
-    worker: tuple[Array, ...]
-    """The residual of each range of ``CompressedMean.layout(...).residuals.worker``, flat; empty without feedback."""
-    server: tuple[Array, ...]
-    """The residual of each range of ``residuals.server``, flat; empty without feedback or server."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """The shape of each tensor; empty without feedback."""
-    nodes: tuple[int, ...] = ()
-    """The node of each rank, if the topology depends on it; empty if each rank is a node of its own."""
-    topology: str = AUTO
-    """The topology whose residuals these are; never "auto" after `CompressedMean.init`."""
 
 
 class Terms(NamedTuple):
@@ -459,9 +447,9 @@ class CompressedMean:
         if resolved.wants_nodes and resolved.is_exact_on(Nodes.of(state.size, state.nodes)):
             mean, terms = self._exact, terms._replace(overwrite=False)
         elif mean.keeps_residuals:
-            mean._require_own(state, tensors)
-        if (state.worker or state.server) and not mean.keeps_residuals:
-            raise ValueError("state has residuals, and this mean keeps none: make it with this mean's init")
+            require_tensors(state, tensors, mean.topology)
+        if not mean.keeps_residuals:
+            require_no_residuals(state)
         computation = mean._computation(tensors, state, terms)
         return computation if isinstance(x, list | tuple) else of_one_tensor(computation)
 
@@ -493,7 +481,7 @@ class CompressedMean:
             mean = self._of_one_vector
         layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
         if self.keeps_residuals:
-            self._require_residuals(state, layout, vectors)
+            require_own_residuals(state, layout, vectors)
         call = Call(
             layout,
             vectors,
@@ -542,36 +530,6 @@ class CompressedMean:
         if terms.blends and len(terms.blends) != count:
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {count} arrays")
 
-    def _require_own(self, state: MeanState, tensors: Sequence[Array]) -> None:
-        """Raise ValueError unless the state holds this mean's residuals for these tensors."""
-        if state.topology != self.topology:
-            raise ValueError(f"state is of topology {state.topology!r}; this mean is {self.topology!r}")
-        expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
-        if found != expected:
-            raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
-
-    def _require_residuals(self, state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
-        """Raise ValueError unless the residuals have the lengths and dtypes that `init` gives them."""
-        kinds = ("worker", state.worker), ("server", state.server)
-        for (name, kept), expected in zip(kinds, layout.residual_lengths, strict=True):
-            for (length, tensor), e in zip(expected, kept, strict=False):
-                if e.shape[0] != length:
-                    break
-                computed = vectors[tensor].dtype
-                if e.dtype != computed and dtype_name(e.dtype) != dtype_name(computed):
-                    raise ValueError(
-                        f"x is computed in {dtype_name(computed)}; its {name} residual in state is "
-                        f"{dtype_name(e.dtype)}: convert before init, or make a new state"
-                    )
-            else:
-                if len(kept) == len(expected):
-                    continue
-            raise ValueError(
-                f"state has {name} residuals of {[e.shape[0] for e in kept]} elements; expected "
-                f"{[length for length, _ in expected]}: it is the state of another mean, or of arrays of other shapes: "
-                "make it with this mean's init"
-            )
-
 
 def _only(results: Sequence[Averaged]) -> Averaged:
     (result,) = results
@@ -586,13 +544,6 @@ def of_one_tensor(computation: Computation) -> Computation:
         return mean, state
 
     return computation._replace(finish=finish)
-
-
-def zeros_for(tensor: Array, size: int) -> Array:
-    """Return ``size`` zeros in the compute dtype of a tensor, on its device."""
-    xp = array_namespace(tensor)
-    dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
-    return xp.zeros((size,), dtype=dtype, device=device(tensor))
 
 
 def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:

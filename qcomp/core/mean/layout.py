@@ -136,9 +136,9 @@ class Layout:
         return {segment.tensor: number for number, segment in enumerate(self.residuals.server)}
 
     @cached_property
-    def residual_lengths(self) -> tuple[list[tuple[int, int]], ...]:
-        """The elements and the tensor of each residual, of the worker and of the server."""
-        return tuple([(segment.size, segment.tensor) for segment in ranges] for ranges in self.residuals)
+    def residual_shapes(self) -> tuple[tuple[list[tuple[int]], list[int]], ...]:
+        """For the worker and for the server, the shapes of the arrays that it keeps, and the tensor of each."""
+        return tuple(([(s.size,) for s in ranges], [s.tensor for s in ranges]) for ranges in self.residuals)
 
     def frame_of(self, chunks: Sequence[Chunk]) -> tuple[Frame, ...]:
         """Return the frame of each of some chunks."""

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from qcomp.core.mean.chunks import Chunk
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, zeros_for
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.layout import Residuals
+from qcomp.core.mean.state import zeros_for
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, concat
 

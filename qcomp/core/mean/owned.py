@@ -141,24 +141,18 @@ class OwnedMean(CompressedMean):
         residuals = tuple(array_namespace(m).zeros_like(m) for m in state.server)
         return state._replace(server=(*state.server, *residuals))
 
-    def _require_residuals(self, state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
-        """Raise ValueError unless the state holds the arrays of the tensors that this rank owns."""
-        owned, kinds = len(layout.residuals.server), len(self.owned_kinds)
-        if len(state.server) != kinds * owned:
-            raise ValueError(
-                f"state has {len(state.server)} arrays of a server; expected the momentum and the residual of each of "
-                f"{owned} tensors that rank {state.rank} owns: it is the state of another mean"
-            )
-        for start in range(0, kinds * owned or 1, owned or 1):
-            of_kind = state._replace(server=state.server[start : start + owned])
-            super()._require_residuals(of_kind, layout, vectors)
-
 
 @dataclass(frozen=True, eq=False)
 class _OwnedLayout(Layout):
     """The layout of the workers' messages, with that of the updates."""
 
     updates: Layout
+
+    @cached_property
+    def residual_shapes(self) -> tuple[tuple[list[tuple[int]], list[int]], ...]:
+        """As in `Layout`; a server keeps momenta and as many residuals."""
+        worker, (shapes, tensors) = super().residual_shapes
+        return worker, (2 * shapes, 2 * tensors)
 
 
 class _Owners(TwoPhase):

@@ -20,7 +20,6 @@ from qcomp.core.mean.compressed_mean import (
     of_one_tensor,
     shaped_like,
     unless_refused,
-    zeros_for,
 )
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.factors import (
@@ -36,6 +35,7 @@ from qcomp.core.mean.factors import (
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages, announce_lengths, fuse
+from qcomp.core.mean.state import require_tensors, zeros_for
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.mean.topologies.choice import ETHERNET
@@ -404,7 +404,7 @@ class PowerSGDMean(TensorwiseMean):
         """Raise ValueError unless the state holds this mean's residuals and factors for these tensors."""
         given = tuple(tuple(t.shape) for t in tensors)
         shapes = state.shapes or given
-        super()._require_own(state._replace(shapes=shapes), tensors)
+        require_tensors(state._replace(shapes=shapes), tensors, self.topology)
         for index, (found_shape, expected_shape) in enumerate(zip(given, shapes, strict=True)):
             if found_shape != expected_shape:  # its matrix could have other rows
                 raise ValueError(

@@ -1,0 +1,82 @@
+"""What a rank keeps between two compressed means, and whether it is the state of the mean that it is given to."""
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from qcomp.core.mean.layout import Layout
+from qcomp.core.mean.topologies.registry import AUTO
+from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, device, dtype_name
+
+__all__ = ["MeanState", "require_no_residuals", "require_own_residuals", "require_tensors", "zeros_for"]
+
+_CURE = "make it with this mean's init"
+_SHAPE = attrgetter("shape")
+
+
+class MeanState(NamedTuple):
+    """The state of a rank between two compressed means."""
+
+    rank: int
+    size: int
+    worker: tuple[Array, ...]
+    """The residual of each range of ``CompressedMean.layout(...).residuals.worker``, flat; empty without feedback."""
+    server: tuple[Array, ...]
+    """The residual of each range of ``residuals.server``, flat; empty without feedback or server."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shape of each tensor; empty without feedback."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, if the topology depends on it; empty if each rank is a node of its own."""
+    topology: str = AUTO
+    """The topology whose residuals these are; never "auto" after `CompressedMean.init`."""
+
+
+def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -> None:
+    """Raise ValueError unless a state is of a topology, and of as many elements as these tensors have."""
+    if state.topology != topology:
+        raise ValueError(f"state is of topology {state.topology!r}; this mean is {topology!r}")
+    expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
+    if found != expected:
+        raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
+
+
+def require_no_residuals(state: MeanState) -> None:
+    """Raise ValueError if a state has residuals, for a mean that would add them and keep none."""
+    if state.worker or state.server:
+        raise ValueError(f"state has residuals, and this mean keeps none: {_CURE}")
+
+
+def require_own_residuals(state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
+    """Raise ValueError unless the residuals have the shapes and dtypes that `CompressedMean.init` gives them.
+
+    Parameters
+    ----------
+    state : MeanState
+    layout : Layout
+        Gives the shape of each residual, and its tensor.
+    vectors : sequence of arrays
+        The tensors, in the dtypes in which they are computed.
+    """
+    kinds = ("worker", state.worker), ("server", state.server)
+    for (kind, residuals), (expected, tensors) in zip(kinds, layout.residual_shapes, strict=True):
+        shapes = list(map(_SHAPE, residuals))
+        if shapes != expected:
+            raise ValueError(
+                f"state has {kind} residuals of the shapes {list(map(tuple, shapes))}; expected {expected}: it is the "
+                f"state of another mean, or of arrays of other shapes: {_CURE}"
+            )
+        for e, tensor in zip(residuals, tensors, strict=True):
+            computed = vectors[tensor].dtype
+            if e.dtype != computed and dtype_name(e.dtype) != dtype_name(computed):
+                raise ValueError(
+                    f"x is computed in {dtype_name(computed)}; its {kind} residual in state is {dtype_name(e.dtype)}: "
+                    "convert before init, or make a new state"
+                )
+
+
+def zeros_for(tensor: Array, size: int) -> Array:
+    """Return ``size`` zeros in the compute dtype of a tensor, on its device."""
+    xp = array_namespace(tensor)
+    dtype = getattr(xp, compute_dtype_name(dtype_name(tensor.dtype)))
+    return xp.zeros((size,), dtype=dtype, device=device(tensor))
