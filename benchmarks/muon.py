@@ -12,6 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ import torch
 from convergence.language_model import LanguageModelTask
 
 import qcomp
-from qcomp.core.mean.stages import AllToAll
-from qcomp.testing.turns import lockstep
+from qcomp.testing.turns import bytes_to_others, lockstep, watched
 
 RANKS = 2
 STEPS = 480
@@ -109,6 +109,10 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     hidden = [i for i, name in enumerate(names) if params[0][i].ndim == 2 and name.startswith("blocks")]
     elements = [sum(params[0][i].numel() for i in hidden), sum(p.numel() for p in params[0])]
     began, sent = time.perf_counter(), [0] * RANKS
+
+    def count(rank: int, request: Any) -> None:
+        sent[rank] += bytes_to_others(request, rank)
+
     for step in range(steps):
         grads = []
         for task in tasks:
@@ -116,7 +120,7 @@ def train(settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
             grads.append(list(torch.autograd.grad(loss, list(task.model.parameters()))))
         moved = lockstep(
             [
-                counted(opt.stages(p, g, s), rank, sent)
+                watched(opt.stages(p, g, s), partial(count, rank))
                 for rank, (p, g, s) in enumerate(zip(params, grads, states, strict=True))
             ]
         )
@@ -152,21 +156,6 @@ def schedule(peak: float, steps: int) -> Callable[[int], float]:
         return peak * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
 
     return rate
-
-
-def counted(stages: Any, rank: int, sent: list[int]) -> Any:
-    """Run stages, and add the bytes that go to other ranks."""
-    arrived = None
-    while True:
-        try:
-            request = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(request, AllToAll):
-            sent[rank] += sum(int(m.shape[0]) for peer, m in enumerate(request.send) if peer != rank)
-        else:
-            sent[rank] += int(request.send.shape[0]) * (len(request.receive) - 1)
-        arrived = yield request
 
 
 if __name__ == "__main__":

@@ -157,10 +157,8 @@ def _check_shifts(errors: Array, x: Array, part: str) -> None:
 
     The deviation by chance is that over all shifts. Vectors with few large errors correlate by chance, so they pass.
     """
-    for signed in (
-        errors,
-        errors * np.sign(x),
-    ):  # an error may depend on the draw with the sign of its element
+    of_magnitudes = errors * np.sign(x)  # an error may depend on the draw with the sign of its element
+    for signed in (errors, of_magnitudes):
         wide = np.sum(signed**2, axis=1) ** 2 >= 200 * np.sum(signed**4, axis=1)
         spectra = np.fft.rfft(signed)
         norms = np.sqrt(np.sum(signed**2, axis=1))

@@ -81,8 +81,8 @@ def schedules_count_completed_steps(case: OptimizerCase) -> None:
             job.step(step)
             moves = step == k and _params(steady.whole_run[k]) != _params(steady.whole_run[k + 1])
             assert (_params(job) != before) == moves, (
-                f"with a schedule that is 0 until step {k}, step {step} {'moves no' if moves else 'moves'} parameters"
-                + f", after {job.states[0].skipped} skipped steps" * (nonfinite == "skip")
+                f"with a schedule that is 0 until step {k}, step {step} {'moves no' if moves else 'moves'} parameters, "
+                f"after {job.states[0].skipped} skipped steps"
             )
 
 

@@ -21,7 +21,7 @@ _SHAPES = [(40,), (5,), ()]
 def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = False) -> None:
     """Check that a topology keeps every promise of `qcomp.CompressedMean`.
 
-    It is checked in worlds of one to four ranks, which take turns in one thread, and with shared nodes if the topology
+    It is checked in worlds of one to five ranks, which take turns in one thread, and with shared nodes if the topology
     wants them. All ranks request the same exchanges and hold the same means. The sum identity holds, in float64 and in
     float32. Arguments and earlier results are not written to. Each hop has its own draws. All ranks share a refusal.
     Damaged messages are noticed. Rounds, coders, donation and communicators change nothing. The cost is a sensible
@@ -68,9 +68,9 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
 
 
 def worlds_of(topology: Topology, *, thorough: bool) -> list[World]:
-    """Return worlds of one to four ranks, and one with shared nodes if the topology wants nodes; more if thorough."""
-    sizes, shared = (range(1, 6), tuple(NODES.values())) if thorough else ((1, 2, 3, 4), (NODES["3 and 2"],))
-    separate = [World(topology.name, tuple(range(n))) for n in sizes]
+    """Return worlds of one to five ranks, and one with shared nodes for one that wants nodes; all such if thorough."""
+    shared = tuple(NODES.values()) if thorough else (NODES["3 and 2"],)
+    separate = [World(topology.name, tuple(range(n))) for n in range(1, 6)]
     return separate + [World(topology.name, nodes) for nodes in shared if topology.wants_nodes]
 
 

@@ -30,7 +30,7 @@ from qcomp.testing.means import (
     inputs,
     require_sum_identity,
 )
-from qcomp.testing.turns import lockstep
+from qcomp.testing.turns import bytes_to_others, lockstep, watched
 
 __all__ = ["TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
 
@@ -325,19 +325,7 @@ def sends_what_fits(world: World) -> None:
         found = {(str(b.dtype), b.ndim) for b in buffers}
         assert found == {("uint8", 1)}, f"buffers have dtypes and axes {found}; expected uint8 and one axis"
 
-    lockstep([_watched(mean.stages(inputs(r, 0), states[r]), require_fitting) for r in world.ranks])
-
-
-def _watched(stages: Any, look: Callable[[Any], None]) -> Any:
-    """Run a computation in stages, and show each of its requests to a function."""
-    arrived = None
-    while True:
-        try:
-            request = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            return stop.value
-        look(request)
-        arrived = yield request
+    lockstep([watched(mean.stages(inputs(r, 0), states[r]), require_fitting) for r in world.ranks])
 
 
 def costs_make_sense(world: World) -> None:
@@ -370,16 +358,11 @@ def costs_count_what_is_sent(world: World) -> None:
     mean = world.mean(c, feedback=False)
 
     def count(rank: int, request: Any) -> None:
-        gathers = isinstance(request, AllGather)
-        sent[rank] += sum(
-            (request.send if gathers else request.send[other]).shape[0]
-            for other in world.ranks
-            if other != rank
-        )
+        sent[rank] += bytes_to_others(request, rank)
 
     values = [np.ones(size, np.float32) for _ in world.ranks]
     running = map(mean.stages, values, world.start(mean, values[:1]))
-    lockstep([_watched(stages, partial(count, rank)) for rank, stages in enumerate(running)])
+    lockstep([watched(stages, partial(count, rank)) for rank, stages in enumerate(running)])
     load = Load(size, c.payload_spec(size).nbytes, False, encode=1e-9, decode=2e-10, add=2e-10, copy=4e-10)
     found = topology(world.topology).cost(load, Cluster(world.size, Link(1e9), per_node)).sent
     least, most = 0.9 * sum(sent) / world.size, 1.1 * max(sent)

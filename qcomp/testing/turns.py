@@ -1,11 +1,11 @@
 """All ranks of a world in one thread: their computations in stages take turns."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from qcomp.core.mean.stages import AllToAll, Exchange
 
-__all__ = ["deliver", "lockstep"]
+__all__ = ["bytes_to_others", "deliver", "lockstep", "watched"]
 
 
 def lockstep(
@@ -58,6 +58,25 @@ def lockstep(
             return [results[rank] for rank in ranks]
         assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
         arrived = deliver(requests)
+
+
+def watched(stages: Generator[Any, Any, Any], look: Callable[[Exchange], None]) -> Generator[Any, Any, Any]:
+    """Run a computation in stages, and show each of its requests to a function."""
+    arrived = None
+    while True:
+        try:
+            request = stages.send(arrived)
+        except StopIteration as stop:
+            return stop.value
+        look(request)
+        arrived = yield request
+
+
+def bytes_to_others(request: Exchange, rank: int) -> int:
+    """Return the bytes that a rank sends other ranks in an exchange."""
+    if isinstance(request, AllToAll):
+        return sum(int(buffer.shape[0]) for other, buffer in enumerate(request.send) if other != rank)
+    return int(request.send.shape[0]) * (len(request.receive) - 1)
 
 
 def deliver(requests: Mapping[int, Exchange]) -> list[list[Any]]:

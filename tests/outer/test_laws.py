@@ -11,6 +11,7 @@ from qcomp.core.mean.stages import AllToAll
 from qcomp.core.outer.fragments import assign, due
 from qcomp.testing import lockstep
 from qcomp.testing.means import owed
+from qcomp.testing.turns import watched
 from tests.outer.jobs import LARGE, SHAPES, SIGN, Job, begun, loop_of, moves
 
 PLAIN = qcomp.OuterLoop(every=1)
@@ -329,23 +330,11 @@ def test_exchanges_announces_the_steps_with_exchanges(loop):
         stages = [loop.stages([p + 1 for p in own], state) for own, state in zip(mine, states, strict=True)]
         yielded = []
 
-        results = lockstep([watched(one, yielded) for one in stages])
+        results = lockstep([watched(one, yielded.append) for one in stages])
         assert expected == {bool(yielded)}
         seen |= expected
         mine, states = [list(p) for p, _ in results], [state for _, state in results]
     assert seen == ({True} if loop.every == 1 else {True, False})
-
-
-def watched(stages, yielded):
-    """Record that something is exchanged."""
-    arrived = None
-    while True:
-        try:
-            request = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            return stop.value
-        yielded.append(request)
-        arrived = yield request
 
 
 def test_a_matrix_moves_again_after_a_long_rest():
