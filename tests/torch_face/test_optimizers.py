@@ -656,6 +656,41 @@ def test_a_rate_that_differed_in_a_silent_step_is_found_at_the_synchronisation()
 
 
 @pytest.mark.parametrize(
+    ("rates", "decay", "sync_steps", "warns"),
+    [
+        ((0.1, 0.01), 0.0, 4, True),
+        ((0.1, 0.0), 0.0, 4, True),
+        ((0.1, 0.05), 0.5, 4, True),
+        ((0.02, 0.01), 0.0, 4, False),  # the same ratio
+        ((0.0, 0.0), 0.5, 4, False),  # nothing moves
+        ((0.1, 0.01), 0.5, 1, False),
+    ],
+)
+def test_settings_that_change_between_synchronisations_warn(rates, decay, sync_steps, warns):
+    """Of the second of two groups, in the fifth step: the synchronisation in the sixth applies its own to all four."""
+    first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = face(
+        "ZeroOneAdam",
+        [{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.05}],
+        LocalCommunicator.alone(),
+        freeze=2,
+        sync_steps=lambda step: step % sync_steps == 0,
+        exact=None,
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(6):
+            if step == 4:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                optimizer.param_groups[1]["weight_decay"] = decay
+            first.grad, second.grad = torch.ones(4), torch.ones(4)
+            optimizer.step()
+    text = "has changed while the ranks make local steps"
+    assert any(text in str(warning.message) for warning in found) == warns
+
+
+@pytest.mark.parametrize(
     ("name", "group", "cure"),
     [
         ("CompressedSGD", {"nesterov": True}, "nesterov=True, .* pass it to the optimizer"),

@@ -200,9 +200,11 @@ def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> 
     def key_now(key: Any) -> Any:
         number = NUMBER if str(key).startswith(NUMBER) else ""
         kind, dot, name = str(key).removeprefix(number).partition(".")
-        whole, (part, at, start) = name_now(name), name.rpartition("@")
-        now = f"{name_now(part)}{at}{start}" if whole is None and name_now(part) else whole
-        return f"{number}{kind}{dot}{now}" if dot and now else key
+        at = start = ""
+        if name_now(name) is None:  # of a part of a tensor
+            name, at, start = name.rpartition("@")
+        now = name_now(name)
+        return f"{number}{kind}{dot}{now}{at}{start}" if dot and now else key
 
     found = {key_now(key): value for key, value in saved.items()}
     if DIGESTS in saved:

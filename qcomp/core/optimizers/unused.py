@@ -102,13 +102,14 @@ def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
 
 
 def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -> str:
-    """Return the settings of the next step as text, with what those of the steps since the last exchange have left.
+    """Return the settings of the next step as text, and those of the steps since the last exchange.
 
-    While the ranks are apart nobody compares settings. The numbers of the state depend on them, and must be equal again
-    where the ranks meet.
+    In a step that sends nothing, no rank can compare its settings with others. They are in the numbers of the state,
+    such as the sum of the learning rates, until the ranks meet.
     """
-    numbers = sorted(state.numbers.items())
-    return f"{settings}, and in the state {dict(numbers)}" if optimizer.apart(state.stage) else settings
+    if not optimizer.apart(state.stage):
+        return settings
+    return f"{settings}, and in the state {dict(sorted(state.numbers.items()))}"
 
 
 def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[None]:

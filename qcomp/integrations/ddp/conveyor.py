@@ -25,7 +25,7 @@ _END_SECONDS = 1.0
 
 _busy: weakref.WeakSet[Conveyor] = weakref.WeakSet()
 """Those between `Conveyor.occupy` and `Conveyor.release`."""
-_claims = threading.Lock()
+_claims = threading.RLock()
 
 
 @dataclass(eq=False)
@@ -151,7 +151,9 @@ class Conveyor:
 
 def require_unoccupied(comm: Verbs, *, by_others_than: Conveyor | None = None) -> None:
     """Raise RuntimeError if a conveyor occupies a communicator: the order of exchanges could differ between ranks."""
-    if any(each.comm is comm and each is not by_others_than for each in _busy):
+    with _claims:
+        others = [each for each in _busy if each.comm is comm and each is not by_others_than]
+    if others:
         raise RuntimeError(
             f"comm is {comm!r}, over which another backward pass averages that has not ended; expected one that serves "
             "no other model in a backward pass: leave out comm, so that each model has its own, or make one for each"

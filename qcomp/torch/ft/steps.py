@@ -140,7 +140,7 @@ class Elastic(Replica):
 
     def _elastic(self) -> elastic.Elastic:
         optimizer = self.optimizer
-        return elastic.Elastic(optimizer._core(optimizer.core_state.step), self._lost, self._every)
+        return elastic.Elastic(optimizer._core(optimizer.core_state), self._lost, self._every)
 
     def _named_values(self) -> tuple[list[Any], tuple[str, ...]]:
         return self.optimizer._values(), self.optimizer._names
