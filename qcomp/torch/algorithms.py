@@ -470,8 +470,7 @@ class ZeroOneAdam(AveragingOptimizer):
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
         in errors and for random draws; give names on all ranks, or on none.
     lr : float, default 1e-3
-        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change; the ratio between
-        groups only in steps that synchronise, see Warns.
+        Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
         Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
         change between steps.
@@ -511,12 +510,6 @@ class ZeroOneAdam(AveragingOptimizer):
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
-
-    Warns
-    -----
-    UserWarning
-        If the ratio between the learning rates of groups, or a weight decay, changes by more than a hundredth between
-        two synchronisations: the later one applies its own to all local steps since the earlier one.
 
     Examples
     --------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from qcomp.core.checkpoint.schema import shown
@@ -13,7 +12,6 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.policies.exact_below import ExactPolicy, Tensor
-from qcomp.core.reporting import warn_caller
 
 __all__ = ["LiveSettings", "compressors_of", "exact_of", "split_last_rate"]
 
@@ -50,8 +48,6 @@ class LiveSettings:
         self._rate = _Rate(last_rate)
         self._optimizer: Optimizer | None = None
         self._skipping: Optimizer | None = None
-        self._relative: tuple[float, ...] | None = None
-        self._relative_in_sync: tuple[float, ...] | None = None
         self.text = ""
         """The settings that `optimizer` has read last, as text; equal settings give equal text."""
 
@@ -70,23 +66,6 @@ class LiveSettings:
         if self._skipping is None:
             self._skipping = _with_layouts(replace(self._optimizer, nonfinite="skip"), self._optimizer)
         return self._skipping
-
-    def warn_if_changed(self, *, apart: bool) -> None:
-        """Warn if settings have changed that a synchronisation applies to all local steps since the last one.
-
-        Call it after `optimizer`. ``apart`` is whether the ranks are apart before this step.
-        """
-        if self._relative is None:  # a rate of 0 moves nothing
-            return
-        before = self._relative_in_sync
-        if not apart or before is None:
-            self._relative_in_sync = self._relative
-        elif not all(map(partial(math.isclose, rel_tol=0.01), self._relative, before)):
-            warn_caller(
-                "the ratio between the learning rates of groups, or a weight decay, has changed while the ranks make "
-                "local steps. The next synchronisation applies its own to all steps since the last one: change them "
-                "only where sync_steps is true, as sync_steps=lambda step: True is in all steps"
-            )
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], step: int) -> Optimizer:
         """Return the optimizer for the next step.
@@ -108,7 +87,6 @@ class LiveSettings:
         self._rate.advance(step, max(rates))
         self.text = ", ".join(f"{k}={v}" for k, v in {"lr": rates, "weight_decay": decays, **shared}.items())
         factors = tuple(rate / max(rates) if max(rates) else 1.0 for rate in rates)
-        self._relative = (*factors, *decays) if max(rates) else None
         values = (factors, decays, *shared.values())
         if self._optimizer is not None and values == self._values:
             return self._optimizer

@@ -194,7 +194,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
         """Let the model's backward passes start the exchange."""
 
         def live() -> tuple[Optimizer, str]:
-            return self._current(self._state), self._settings.text
+            step = 0 if self._state is None else self._state.step
+            return self._settings.optimizer(self.param_groups, step), self._settings.text
 
         overlapped = LiveOverlapped(self._model, live, comm)
         self._overlapped, self._comm = overlapped, overlapped.comm
@@ -320,13 +321,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _core(self, state: OptimizerState) -> Optimizer:
         """Return the optimizer of the core for the step after a state, whose parameters must still be the model's."""
         self._require_unchanged()
-        return self._current(state)
-
-    def _current(self, state: OptimizerState | None) -> Optimizer:
-        """Return the optimizer of the core with the current settings, for the step after a state."""
-        found = self._settings.optimizer(self.param_groups, 0 if state is None else state.step)
-        self._settings.warn_if_changed(apart=state is not None and found.apart(state.stage))
-        return found
+        return self._settings.optimizer(self.param_groups, state.step)
 
     @torch.no_grad()
     def _adopt(self, params: Sequence[Any], state: OptimizerState) -> None:

@@ -29,6 +29,14 @@ def third(step: int) -> bool:
     return step % 3 == 0
 
 
+def fourth(step: int) -> bool:
+    return step % 4 == 0
+
+
+def never(step: int) -> bool:
+    return False
+
+
 def sparse(step: int) -> bool:
     return step in (1, 2, 6, 11)
 
@@ -469,6 +477,70 @@ class TestReference:
             broken = Unreset
         opt = zero_one(compressor=compressor, **changes)
         assert greatest_difference(opt, broken, lockstep) > 1e-3
+
+
+CHANGES = {
+    "a group stops": ([1.0, 1.0, 0.0, 0.0], [0.1] * 4),
+    "a group starts": ([0.0, 0.0, 0.5, 1.0], [0.1] * 4),
+    "starts, stops, starts": ([0.0, 0.7, 0.0, 0.2], [0.0, 0.1, 0.2, 0.3]),
+    "its factor falls": ([1.0, 0.8, 0.6, 0.4], [0.0] * 4),
+    "its decay rises": ([0.3] * 4, [0.0, 0.2, 0.4, 0.8]),
+    "it never moves": ([0.0] * 4, [0.5] * 4),
+}
+"""The learning rate factor and the decay of a group in the four steps from one synchronisation to the next."""
+
+
+class AtOnce(qcomp.ZeroOneAdam):
+    """Broken: a synchronisation applies its own settings to all steps since the last one."""
+
+    def _synchronised(self, params, means, state):
+        numbers, (group,) = dict(state.numbers), self.groups
+        numbers["factor.b"] = group.learning_rate_factor
+        numbers["weight.b"] = numbers["weights"]
+        numbers["decay.b"] = numbers["rates"] * group.learning_rate_factor * group.weight_decay
+        return super()._synchronised(params, means, state._replace(numbers=numbers))
+
+
+def distance_from_local_steps(make, changes, grads, lockstep) -> float:
+    """Return how far a synchronisation lands from the mean of what local steps alone make of the ranks' parameters.
+
+    The group has tensor "b".
+    """
+    factors, decays = CHANGES[changes]
+
+    def with_settings(factor, decay, sync_steps):
+        groups = (qcomp.Group("b", learning_rate_factor=factor, weight_decay=decay),)
+        plain = zero_one(compressor=NOTHING_LOST, sync_steps=sync_steps, groups=groups, learning_rate=1e-3)
+        return make(**{name: getattr(plain, name) for name in plain.__dataclass_fields__})
+
+    run = World(with_settings(1.0, 0.0, fourth), grads(SHAPES, 99, 0, np.float64), 2, lockstep)
+    for step in range(8):
+        run.step(of_ranks(grads, 2, step, np.float64))
+    assert run.together
+    for number, (factor, decay) in enumerate(zip(factors, decays, strict=True)):
+        run.opt, gradients = with_settings(factor, decay, fourth), of_ranks(grads, 2, 8 + number, np.float64)
+        if number == 3:
+            alone = World(with_settings(factor, decay, never), run.params[0], 2, lockstep)
+            alone.params, alone.states = run.params, run.states
+            alone.step(gradients)
+        run.step(gradients)
+    assert run.together
+    assert not alone.together
+    assert all(np.isfinite(m).all() for m in run.state.momentum)
+    return max(
+        float(np.abs(x - (a + b) / 2).max()) for x, a, b in zip(run.params[0], *alone.params, strict=True)
+    )
+
+
+class TestSettingsBetweenSynchronisations:
+    @pytest.mark.parametrize("changes", CHANGES)
+    def test_each_step_counts_with_its_own(self, grads, lockstep, changes):
+        # Decay of 1e-3 a step acts on parameters that have moved by less than 0.01 since.
+        assert distance_from_local_steps(qcomp.ZeroOneAdam, changes, grads, lockstep) < 1e-5
+
+    @pytest.mark.parametrize("changes", list(CHANGES)[:-1])
+    def test_a_broken_version_differs(self, grads, lockstep, changes):
+        assert distance_from_local_steps(AtOnce, changes, grads, lockstep) > 1e-4
 
 
 class TestIdentities:

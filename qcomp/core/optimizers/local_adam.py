@@ -1,9 +1,11 @@
 """Adam whose ranks make local steps between synchronisations: the local step, and the synchronisation."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import mul
+from typing import NamedTuple, TypeVar
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.schema import Number
@@ -23,6 +25,8 @@ from qcomp.core.state import OptimizerState
 
 __all__ = ["LocalAdam", "copy"]
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAdam(Optimizer):
@@ -31,7 +35,8 @@ class LocalAdam(Optimizer):
     In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last
     synchronisation, and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates",
     the number of updates of the variance; "frozen", the step in which it was frozen, or 0; "synced", the step of the
-    last synchronisation; and "rates" and "weights", their sums since then.
+    last synchronisation; "rates" and "weights", their sums since then; and in the stage "local" the `_Sums` of each
+    tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -63,7 +68,19 @@ class LocalAdam(Optimizer):
         frozen = until_now._replace(most=0 if warmup else state.step)
         # Sums over this rank's local steps; the next synchronisation divides by them.
         sums = Number(least=math.ulp(0.0) if state.stage == "local" else 0)
-        return {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
+        limits = {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
+        if state.stage == "local":
+            of_tensor = Number(least=0), sums, Number(least=0)
+            limits |= _named(state.names, [of_tensor] * len(state.names))
+        return limits
+
+    def _with_room(self, state: OptimizerState) -> OptimizerState:
+        """Return a state with arrays and numbers of the stage "local", for their shapes and names."""
+        nothing = [_Sums(0.0, 0.0, 0.0)] * len(state.names)
+        return state._replace(
+            arrays={"anchor": state.momentum, "pending": state.momentum},
+            numbers={**state.numbers, **_named(state.names, nothing)},
+        )
 
     def apart(self, stage: str) -> bool:
         """Return whether the ranks make local steps in this stage."""
@@ -82,16 +99,13 @@ class LocalAdam(Optimizer):
         pending = self._summed(momenta, state)
         anchor = state.arrays["anchor"] if apart else [copy(to_compute_dtype(p)) for p in params]
         moved = primitives.frozen_steps(params, momenta, self._divisor(state), self.adam.numbers(state))
-        numbers = dict(state.numbers)
-        numbers["rates"] += self.rate(state)
-        numbers["weights"] += self._weight(state)
         return [p for p, _ in moved], state._replace(
             step=state.step + 1,
             stage="local",
             skipped=skipped,
             momentum=tuple(m for _, m in moved),
             arrays={"anchor": tuple(anchor), "pending": tuple(pending)},
-            numbers=numbers,
+            numbers=self._numbers_after(state),
         )
 
     def _synchronised(
@@ -100,13 +114,9 @@ class LocalAdam(Optimizer):
         """Return the common parameters and state, given the mean over the ranks of the sums of momenta."""
         rates, weights = state.numbers["rates"], state.numbers["weights"]
         anchor = state.arrays["anchor"] if state.stage == "local" else params
-        momenta = each_in_blocks(lambda u: divide(u, weights), means.values)
-        settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
-        # These multiply the momentum by the sum of the weights, and the decay by the sum of the rates.
-        numbers = [
-            StepNumbers(rates * group.learning_rate_factor, rates / weights, self.eps, decay)
-            for group, decay in settings
-        ]
+        sums = _sums_of(state)
+        momenta = [_in_blocks(_over, of.weight, u) for u, of in zip(means.values, sums, strict=True)]
+        numbers = [of.step_numbers(rates, weights, self.eps) for of in sums]
         moved = primitives.frozen_steps(anchor, momenta, self._divisor(state), numbers)
         new_params = [
             array_namespace(p).astype(new, p.dtype, copy=False)
@@ -117,7 +127,12 @@ class LocalAdam(Optimizer):
             momentum=tuple(m for _, m in moved),
             exchange=means.exchange,
             arrays={},
-            numbers={**state.numbers, "synced": float(state.step), "rates": 0.0, "weights": 0.0},
+            numbers={
+                **{key: x for key, x in state.numbers.items() if key.partition(".")[0] not in _Sums._fields},
+                "synced": float(state.step),
+                "rates": 0.0,
+                "weights": 0.0,
+            },
         )
 
     def _divisor(self, state: OptimizerState) -> Sequence[Array]:
@@ -128,10 +143,30 @@ class LocalAdam(Optimizer):
 
     def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
         """Return the sums of the weighted momenta since the last synchronisation, including this step's."""
-        weight = self._weight(state)
-        if state.stage != "local":
-            return each_in_blocks(lambda m: weight * m, momenta)
-        return each_in_blocks(lambda u, m: u + weight * m, state.arrays["pending"], momenta)
+        pending = state.arrays["pending"] if state.stage == "local" else momenta
+        return [
+            _in_blocks(mul, weight, m) if starts else _in_blocks(_plus, weight, u, m)
+            for u, m, (starts, weight, _) in zip(pending, momenta, self._added(state), strict=True)
+        ]
+
+    def _numbers_after(self, state: OptimizerState) -> dict[str, float]:
+        """Return the numbers with the next step in the sums."""
+        return {
+            **state.numbers,
+            "rates": state.numbers["rates"] + self.rate(state),
+            "weights": state.numbers["weights"] + self._weight(state),
+            **_named(state.names, [sums for _, _, sums in self._added(state)]),
+        }
+
+    def _added(self, state: OptimizerState) -> list[tuple[bool, float, "_Sums"]]:
+        """Return, for each tensor, whether the next step starts its sums, its weight in them, and the sums after it."""
+        step = self.rate(state), self._weight(state)
+        settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
+        before = _sums_of(state) if state.stage == "local" else [None] * len(state.names)
+        return [
+            _with_step(sums, *step, group.learning_rate_factor, decay)
+            for sums, (group, decay) in zip(before, settings, strict=True)
+        ]
 
     def _weight(self, state: OptimizerState) -> float:
         """Return the rate of the next step divided by its bias correction of the momentum."""
@@ -142,6 +177,61 @@ class LocalAdam(Optimizer):
         first = int(state.numbers["synced"]) + 1
         steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
         return NonFiniteError(f"{error}, in {steps}")
+
+
+class _Sums(NamedTuple):
+    """A tensor's sums since the last synchronisation: its group may change its settings between two steps."""
+
+    factor: float
+    """The learning rate factor by which "pending" is to be multiplied."""
+    weight: float
+    """The sum of the weights of the momenta in "pending"."""
+    decay: float
+    """The sum of learning rate times weight decay."""
+
+    def step_numbers(self, rates: float, weights: float, eps: float) -> StepNumbers:
+        """Return the numbers that multiply the mean momentum by factor and weight, and the parameters by the decay."""
+        rate = rates * self.factor * (self.weight / weights)
+        return StepNumbers(rate, rates / weights, eps, self.decay / rate if rate else 0.0)
+
+
+def _with_step(
+    sums: _Sums | None, rate: float, weight: float, factor: float, decay: float
+) -> tuple[bool, float, _Sums]:
+    """Return what `LocalAdam._added` returns for a tensor, from its sums before the step if there are any.
+
+    A step counts as much as its factor, in units of the first one. If that was 0, the momenta before were only summed
+    to have their mean, and have moved nothing.
+    """
+    if sums is None or (weight and factor and not sums.factor):
+        return True, weight, _Sums(factor, weight, rate * factor * decay)
+    share = weight * (factor / sums.factor) if sums.factor else weight
+    return False, share, _Sums(sums.factor, sums.weight + share, sums.decay + rate * factor * decay)
+
+
+def _named(names: Sequence[str], of_tensors: Sequence[tuple[T, T, T]]) -> dict[str, T]:
+    """Return what each tensor has for the fields of `_Sums`, by the names of these in the numbers of a state."""
+    pairs = zip(names, of_tensors, strict=True)
+    return {f"{kind}.{name}": x for name, of in pairs for kind, x in zip(_Sums._fields, of, strict=True)}
+
+
+def _sums_of(state: OptimizerState) -> list[_Sums]:
+    """Return the sums of all tensors."""
+    return [_Sums(*(state.numbers[f"{kind}.{name}"] for kind in _Sums._fields)) for name in state.names]
+
+
+def _in_blocks(function: Callable[..., Array], number: float, *arrays: Array) -> Array:
+    """Return ``function(number, *arrays)``; see `each_in_blocks`."""
+    (result,) = each_in_blocks(partial(function, number), *([x] for x in arrays))
+    return result
+
+
+def _plus(weight: float, u: Array, m: Array) -> Array:
+    return u + weight * m
+
+
+def _over(weight: float, u: Array) -> Array:
+    return divide(u, weight)
 
 
 def _in_range(tensors: Sequence[Array]) -> bool:

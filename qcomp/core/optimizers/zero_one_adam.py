@@ -161,8 +161,8 @@ class ZeroOneAdam(LocalAdam):
                 )
             return super().enter(state, stage)
         residuals = self.compression.zero_residuals(state.momentum, state)
-        room = {"anchor": state.momentum, "pending": state.momentum} if stage == "local" else {}
-        return state._replace(stage=stage, exchange=residuals, arrays=room)
+        state = state._replace(stage=stage, exchange=residuals, arrays={})
+        return self._with_room(state) if stage == "local" else state
 
     def rounds(self, steps: int) -> Rounds:
         """Return how many of the first steps are exact, compressed and silent, if all rates are above 0.
@@ -218,12 +218,10 @@ class ZeroOneAdam(LocalAdam):
             )
             state = state._replace(variance=variance, numbers=numbers)
         if plan.compressed:
-            numbers["rates"] += self.rate(state)
-            numbers["weights"] += self._weight(state)
             new_params, state = self._synchronised(
                 tensors,
                 means._replace(values=means.values[:count]),
-                state._replace(step=state.step + 1, numbers=numbers),
+                state._replace(step=state.step + 1, numbers=self._numbers_after(state)),
             )
         else:
             new_params, state = self._frozen_step(tensors, gradients, state, donate=means.donate)
