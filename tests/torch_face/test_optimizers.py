@@ -137,6 +137,28 @@ def test_the_warm_up_alone_equals_adamw():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+def test_a_momentum_may_start_and_stop():
+    """As in torch, but that a momentum which was 0 in between starts anew."""
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    ours = face(
+        "CompressedSGD",
+        [p],
+        LocalCommunicator.alone(),
+        lr=0.1,
+        momentum=0.0,
+        exact=None,
+        compressor=qcomp.Identity(),
+    )
+    for step, momentum in enumerate((0.0, 0.5, 0.5, 0.0, 0.5)):
+        if step in (0, 4):
+            stock = torch.optim.SGD([q], lr=0.1)
+        ours.param_groups[0]["momentum"] = stock.param_groups[0]["momentum"] = momentum
+        p.grad, q.grad = torch.full((4,), 1.0 + step), torch.full((4,), 1.0 + step)
+        ours.step()
+        stock.step()
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
+
+
 def test_a_changed_momentum_reaches_the_owners():
     """Cached layouts are kept only if nothing in the exchange has changed."""
     model, comm = model_of(0), LocalCommunicator.alone()

@@ -286,7 +286,8 @@ class Optimizer(TakesAveraging, ABC):
         Returns
         -------
         params : array or list of arrays
-            New arrays, or donated ones, the same on all ranks bit for bit.
+            New arrays, or donated ones, the same on all ranks bit for bit. A skipped step may return those that
+            it was given.
         state : OptimizerState
 
         Raises

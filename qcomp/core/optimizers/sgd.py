@@ -93,7 +93,9 @@ class SGD(Optimizer):
         """Update the momentum with the mean gradient, and the parameters with it."""
         tensors = as_tensors(params, "params")
         moved, momentum = [], []
-        arrays = zip(tensors, means.values, *([state.momentum] if self.momentum else []), strict=True)
+        # A schedule may begin with a momentum of 0, whose states hold none.
+        momenta = [state.momentum or zeros_like(tensors)] if self.momentum else []
+        arrays = zip(tensors, means.values, *momenta, strict=True)
         for of_tensor, decay, rate in zip(arrays, self.weight_decays(state), self.rates(state), strict=True):
             p, d, *m = of_tensor
             if not m:
