@@ -13,6 +13,7 @@ from qcomp.core.mean.owed import owed, require_residuals
 from qcomp.core.mean.stages import Transport
 from qcomp.core.numeric.arrays import Array, array_namespace, as_list, flat, to_compute_dtype
 from qcomp.core.numeric.random import Key
+from qcomp.core.settings import plain_numbers
 from qcomp.planning.network import Clock, agreed
 
 __all__ = ["Autotune", "TunedState", "Tuning"]
@@ -105,6 +106,7 @@ class Autotune:
     clock: Clock = time.perf_counter
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if not isinstance(self.methods, Mapping) or not self.methods:
             raise ValueError(f"methods is {self.methods!r}; expected names with a qcomp.CompressedMean each")
         for name, mean in self.methods.items():

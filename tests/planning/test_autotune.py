@@ -207,6 +207,7 @@ class TestErrors:
             ({"steps": 2.0}, ValueError, "steps is 2.0"),
             ({"margin": -0.1}, ValueError, "margin is -0.1; expected a finite number"),
             ({"margin": float("nan")}, ValueError, "margin is nan"),
+            ({"margin": "wide"}, TypeError, "margin is .wide.; expected a number"),
         ],
     )
     def test_settings_out_of_range_are_errors(self, settings, error, words):
