@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import importlib
+import os
 import resource
 import signal
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 collect_ignore = [] if find_spec("triton") else ["qcomp/backends/torch_triton"]  # it is there for Linux only
+
+# Before torch starts: workers share the processors, and OpenMP's threads spin while they wait for work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in the background so; tests of interrupts, and their children, need it otherwise.
