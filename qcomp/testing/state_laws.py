@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType
@@ -222,12 +222,22 @@ def independent_of_the_environment(case: Case) -> None:
     if case.jit:
         return
     sizes = _sizes(case)
-    for name, context in _ENVIRONMENTS.items():
+
+    def compare(contexts: Iterable[Any], why: str) -> None:
         results = []
         for number in (1, 2):
-            with context(number):
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context(number))
                 results.append(_results(case, sizes))
-        _compare(results[0], results[1], sizes, f"with {name}")
+        _compare(results[0], results[1], sizes, why)
+
+    try:
+        compare(_ENVIRONMENTS.values(), "in another environment")
+    except AssertionError:
+        for name, context in _ENVIRONMENTS.items():
+            compare([context], f"with {name}")
+        raise
     states = _generator_states()
     _results(case, (*sizes, 100_000))
     for name, state in _generator_states().items():
