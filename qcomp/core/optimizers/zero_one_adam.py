@@ -92,7 +92,8 @@ class ZeroOneAdam(LocalAdam):
     are in sync; otherwise it synchronises them, with the new variance. After the first compressed step it divides by
     the variance with its floor, since its momentum still holds codes. The bias correction of v counts the updates of v.
     Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the rates. Elements
-    with v = 0 do not move, as in `OneBitAdam`.
+    with v = 0 do not move, as in `OneBitAdam`. The settings of a group may change in any step, which counts with its
+    own.
 
     A compressed step sends 2 (N - 1) / N times 1 bit per parameter and 32 bits per bucket, an exact step 2 (N - 1) / N
     times 32 bits per parameter; `rounds` counts both. Between synchronisations the state holds two more arrays of the
