@@ -138,11 +138,11 @@ def test_the_warm_up_alone_equals_adamw():
 
 
 def test_a_momentum_may_start_and_stop():
-    """As in torch, but that a momentum which was 0 in between starts anew."""
-    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-    ours = face(
+    """As in torch, but that a momentum which was 0 in between starts anew; also of a parameter without a gradient."""
+    ours, others = ([torch.nn.Parameter(torch.ones(4)) for _ in range(2)] for _ in range(2))
+    optimizer = face(
         "CompressedSGD",
-        [p],
+        ours,
         LocalCommunicator.alone(),
         lr=0.1,
         momentum=0.0,
@@ -151,12 +151,15 @@ def test_a_momentum_may_start_and_stop():
     )
     for step, momentum in enumerate((0.0, 0.5, 0.5, 0.0, 0.5)):
         if step in (0, 4):
-            stock = torch.optim.SGD([q], lr=0.1)
-        ours.param_groups[0]["momentum"] = stock.param_groups[0]["momentum"] = momentum
-        p.grad, q.grad = torch.full((4,), 1.0 + step), torch.full((4,), 1.0 + step)
-        ours.step()
+            stock = torch.optim.SGD(others, lr=0.1)
+        optimizer.param_groups[0]["momentum"] = stock.param_groups[0]["momentum"] = momentum
+        for tensors in (ours, others):
+            for p, has_gradient in zip(tensors, (True, step not in (1, 3)), strict=True):
+                p.grad = torch.full((4,), 1.0 + step) if has_gradient else None
+        optimizer.step()
         stock.step()
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
+        for p, q in zip(ours, others, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
 
 
 def test_a_changed_momentum_reaches_the_owners():

@@ -9,6 +9,7 @@ from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Exchange, Stages, pipeline
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.tensors import zeros_like
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
@@ -178,7 +179,8 @@ def _without(
         return new
 
     def kept(old: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
-        pairs = enumerate(zip(old, after, strict=True))
+        # A momentum of 0 that starts or stops leaves no momenta on one side.
+        pairs = enumerate(zip(old or zeros_like(after), after, strict=True)) if after else ()
         return tuple(before if number in left_out else now for number, (before, now) in pairs)
 
     exchange = new.exchange
