@@ -32,6 +32,7 @@ from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 from qcomp.testing.promises import Attempt, Contract
+from qcomp.testing.state_laws import FilesOfAuthor, interrupted
 
 __all__ = ["check_kernels", "kernel_contract"]
 
@@ -130,7 +131,8 @@ def check_kernels(
     once and in donated buffers; the messages of chunks of several tensors, and their decompressed contents; and the
     product of two factors, and a matrix minus this product. Sizes are chosen so that tails and padding matter. Values
     include zeros, subnormals, ties and huge magnitudes. The dtypes are all those that are computed in float32. A vector
-    that the pure version refuses must be refused, and a donated residual must then be unchanged.
+    that the pure version refuses must be refused, and a donated residual must then be unchanged. Two threads must
+    not disturb each other.
 
     Parameters
     ----------
@@ -169,6 +171,7 @@ def kernel_contract(
         ("steps of Adam", lambda: check_steps(kernels, xp)),
         ("matrices of low rank", lambda: check_low_rank(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
+        ("threads", lambda: _check_threads(kernels, xp, compressors)),
         ("chunks", lambda: check_chunks(kernels, xp, compressors)),
     ]
     laws += [
@@ -416,34 +419,52 @@ def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -
     x, residual = (to_library(xp, vector("gaussian", size, seed)) for seed in (60, 61))
     other = to_library(xp, -vector("positive", size, 62))
 
-    def call(array: Any) -> list[Any]:
-        payload = compressor.compress(array, key=Key(seed=2))
-        encoded = primitives.encode(compressor, array, residual, Key(seed=2))
-        decoded = compressor.decompress(payload, like=array)
-        mean = primitives.average(compressor, [payload, payload, payload], array)
-        of_mean = primitives.compress_mean(compressor, [payload] * 3, array, residual, Key(seed=2))
-        m = primitives.momentum(residual, array, 0.9, 1.0)
-        return [
-            payload.data,
-            encoded.data,
-            encoded.residual,
-            decoded,
-            mean,
-            of_mean.data,
-            of_mean.residual,
-            m,
-        ]
-
     with use_kernels(kernels):
-        first = call(x)
+        first = _several(compressor, x, residual)
         before = [to_numpy(part).tobytes() for part in first]
-        call(other)
+        _several(compressor, other, residual)
         after = [to_numpy(part).tobytes() for part in first]
-        again = [to_numpy(part).tobytes() for part in call(x)]
+        again = [to_numpy(part).tobytes() for part in _several(compressor, x, residual)]
         refilled = _refilled(compressor, x, other)
     assert after == before, "a call wrote to the result of an earlier one"
     assert again == before, "the same call had two results"
     assert refilled, "a payload whose buffer has been filled again has the old decompressed values"
+
+
+def _several(compressor: Compressor, x: Any, residual: Any) -> list[Any]:
+    """Return results of several primitives."""
+    payload = compressor.compress(x, key=Key(seed=2))
+    encoded = primitives.encode(compressor, x, residual, Key(seed=2))
+    decoded = compressor.decompress(payload, like=x)
+    mean = primitives.average(compressor, [payload, payload, payload], x)
+    of_mean = primitives.compress_mean(compressor, [payload] * 3, x, residual, Key(seed=2))
+    m = primitives.momentum(residual, x, 0.9, 1.0)
+    return [payload.data, encoded.data, encoded.residual, decoded, mean, of_mean.data, of_mean.residual, m]
+
+
+def _check_threads(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
+    """Check that calls in two threads at the same time share no scratch memory, for one compressor of each class.
+
+    After lines of the author's code, another thread makes a complete call.
+    """
+    files = FilesOfAuthor(type(kernels))
+    for compressor in {type(c): c for c in compressors}.values():
+        size = 2 * compressor.traits.bucket_size + 5
+        x, residual = (to_library(xp, vector("gaussian", size, seed)) for seed in (60, 61))
+        other = to_library(xp, -vector("positive", size, 62))
+
+        def call(array: Any, compressor: Compressor = compressor, residual: Any = residual) -> list[bytes]:
+            with use_kernels(kernels):
+                return [to_numpy(part).tobytes() for part in _several(compressor, array, residual)]
+
+        expected, expected_other = call(x), call(other)
+        got, others = interrupted(partial(call, x), partial(call, other), files)
+        assert got == expected, (
+            f"with {compressor}, a call in another thread at the same time changes the result"
+        )
+        assert all(of_other == expected_other for of_other in others), (
+            f"with {compressor}, a call during another thread's call has another result"
+        )
 
 
 def _refilled(compressor: Compressor, x: Any, other: Any) -> bool:

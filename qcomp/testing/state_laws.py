@@ -28,7 +28,14 @@ from qcomp.testing.case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import to_numpy
 
-__all__ = ["first_calls", "independent_of_calls", "independent_of_the_environment", "independent_of_threads"]
+__all__ = [
+    "FilesOfAuthor",
+    "first_calls",
+    "independent_of_calls",
+    "independent_of_the_environment",
+    "independent_of_threads",
+    "interrupted",
+]
 
 Array = np.ndarray[Any, Any]
 Results = list[tuple[bytes, bytes]]
@@ -151,15 +158,15 @@ def independent_of_threads(case: Case) -> None:
         return to_numpy(payload.data).tobytes(), to_numpy(decoded).tobytes()
 
     expected, expected_other = call(x, key), call(y, other_key)
-    files = _Files(type(case.compressor))
-    got, others = _interrupted(lambda: call(x, key), lambda: call(y, other_key), files)
+    files = FilesOfAuthor(type(case.compressor))
+    got, others = interrupted(lambda: call(x, key), lambda: call(y, other_key), files)
     assert got == expected, "a call in another thread at the same time changes the result"
     assert all(other == expected_other for other in others), (
         "a call during another thread's call has another result"
     )
 
 
-class _Files:
+class FilesOfAuthor:
     """The files of an author's code: those of a class and its bases, of its package, and all that no library has."""
 
     def __init__(self, cls: type) -> None:
@@ -178,7 +185,9 @@ class _Files:
         return not name.startswith(self._libraries)
 
 
-def _interrupted(call: Callable[[], Any], other: Callable[[], Any], files: _Files) -> tuple[Any, list[Any]]:
+def interrupted(
+    call: Callable[[], Any], other: Callable[[], Any], files: FilesOfAuthor
+) -> tuple[Any, list[Any]]:
     """Return the results of a call and of others, which another thread makes after its lines in these files.
 
     Each line is interrupted a few times, so that a loop leaves interruptions for the lines behind it.

@@ -334,9 +334,32 @@ class ReturnsWhatWasGiven(Whole):
         return encoded if out is None or encoded is None else encoded._replace(residual=out)
 
 
+class SharesScratch(Whole):
+    """Works in memory that calls of all threads share."""
+
+    name = "shares scratch"
+    scratch = np.empty(5000, dtype=np.float32)
+
+    def encode(self, compressor, x, residual, key, *, out, blend):
+        if x.size > self.scratch.size or out is not None or blend is not None:
+            return super().encode(compressor, x, residual, key, out=out, blend=blend)
+        working = self.scratch[: x.size]
+        working[...] = x
+        return super().encode(compressor, working, residual, key, out=None, blend=None)
+
+
 BROKEN += [
     pytest.param(kind(), SIGN, id=kind.name)
-    for kind in (OneBeta, NoNewBuffer, ReturnsWhatWasGiven, Pool, OneBuffer, RemembersPayloads, TakesNaN)
+    for kind in (
+        SharesScratch,
+        OneBeta,
+        NoNewBuffer,
+        ReturnsWhatWasGiven,
+        Pool,
+        OneBuffer,
+        RemembersPayloads,
+        TakesNaN,
+    )
 ]
 
 
@@ -718,7 +741,7 @@ def test_broken_kernels_are_caught(kernels, compressor):
             check_chunks(kernels, np, [compressor])
     elif wrong & OF_VECTORS:
         contract = laws_of_kernels.kernel_contract(kernels, np, [compressor], max_examples=3)
-        assert any(list(contract.broken(only=law)) for law in (compressor.spec, "buffers"))
+        assert any(list(contract.broken(only=law)) for law in (compressor.spec, "buffers", "threads"))
     else:
         contract = laws_of_kernels.kernel_contract(kernels, np, [])
         law = next((law for law, methods in OF_LAWS.items() if wrong & methods), None)
