@@ -680,6 +680,29 @@ def test_a_rate_that_differed_in_a_silent_step_is_found_at_the_synchronisation()
     run_local(2, main)
 
 
+def test_a_rate_of_one_group_that_differed_in_a_silent_step_is_found():
+    """It is not the largest, so only the sums of the group's tensors tell."""
+
+    def main(comm):
+        tensors = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+        groups = [{"params": [p], "lr": rate} for p, rate in zip(tensors, (0.1, 0.05), strict=True)]
+        optimizer = face(
+            "ZeroOneAdam", groups, comm, freeze=1, sync_steps=lambda step: step % 3 == 0, exact=None
+        )
+        for step in range(4):
+            for p in tensors:
+                p.grad = torch.full((4,), 1.0 + comm.rank)
+            optimizer.param_groups[1]["lr"] = 0.05 - 0.01 * (step == 1) * comm.rank
+            if step < 3:
+                optimizer.step()
+        with pytest.raises(
+            qcomp.MismatchError, match=r"differ between rank 0, and rank 1.*of single tensors"
+        ):
+            optimizer.step()
+
+    run_local(2, main)
+
+
 @pytest.mark.parametrize(
     ("rates", "decay"),
     [((0.1, 0.01), 0.0), ((0.1, 0.0), 0.0), ((0.0, 0.1), 0.0), ((0.1, 0.05), 0.5), ((0.0, 0.0), 0.5)],
