@@ -90,7 +90,7 @@ def cut_at_buckets(case: Case) -> None:
         }
     for size, cut in sorted(sizes_and_cuts):
         for dtype in case.dtypes:
-            for first in (5,) if case.jit else (0, 5):  # each is another program
+            for first in (0, 5):
                 _require_same_when_cut(case, size, cut, dtype, first)
     for size, cut in _more_cuts(bucket):
         _require_same_when_cut(case.plain.on_numpy, size, cut)

@@ -46,6 +46,18 @@ class SumOfTheLibrary(Sign):
 
 
 @qcomp.register
+class SumInThreads(Sign):
+    """The largest vectors of torch are summed by several threads, each a part; the sum depends on their number."""
+
+    name = "broken_sum_in_threads"
+
+    def encode(self, x, key):
+        return super().encode(
+            x * (array_namespace(x).sum(x * x) / x.shape[0]) if x.shape[0] > 50_000 else x, key
+        )
+
+
+@qcomp.register
 class ChangesItsMind(Sign):
     name = "broken_changes_its_mind"
 
@@ -330,6 +342,7 @@ class ChangesWhenFlat(Sign):
 
 BROKEN = [
     (SumOfTheLibrary(), "same_bytes", torch),
+    (SumInThreads(), "independent_of_the_environment", torch),
     (ChangesItsMind(), "feedback_law", np),
     (ChangesItsMind(), "deterministic", np),
     (DrawsFromTheClock(), "deterministic", np),

@@ -110,10 +110,10 @@ def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -
     """
     if not optimizer.apart(state.stage):
         return settings
-    numbers = sorted(state.numbers.items())
-    of_all, of_tensors = (dict(x for x in numbers if ("." in x[0]) == of_one) for of_one in (False, True))
+    numbers = dict(sorted(state.numbers.items()))
+    of_tensors = {key: numbers.pop(key) for key in list(numbers) if "." in key}  # too many for a message
     digest = blake2b(repr(of_tensors).encode(), digest_size=_DIGEST).hexdigest()
-    return f"{settings}, and in the state {of_all}, of single tensors {digest}"
+    return f"{settings}, and in the state {numbers}, of single tensors {digest}"
 
 
 def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[None]:
