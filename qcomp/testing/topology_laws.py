@@ -1,9 +1,11 @@
 """The laws of topologies, each a function that raises AssertionError if a `World` breaks it."""
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +19,7 @@ from qcomp.core.mean.rounds import in_rounds, lay_out_rounds
 from qcomp.core.mean.stages import AllGather, AllToAll, fuse, pipeline
 from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.registry import topology
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 from qcomp.testing.failure_laws import damage_is_noticed, over_a_communicator, refusals_are_shared
 from qcomp.testing.means import (
@@ -349,24 +352,56 @@ def costs_make_sense(world: World) -> None:
             )
 
 
-def costs_count_what_is_sent(world: World) -> None:
-    """The bytes of its cost lie between the average and the most that a rank sends, up to a tenth for rounding."""
+@dataclass(frozen=True, eq=False)  # one rank's; layouts are not shared with an equal compressor
+class _Counting(ScaledSign):
+    """Counts the elements that it compresses and decompresses."""
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """The elements, by what was done with them."""
+        return Counter()
+
+    def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
+        self.counts["compressed"] += x.shape[0]
+        return super().encode(x, key)
+
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
+        self.counts["decompressed"] += size
+        return super().decode(parts, size, dtype)
+
+
+def costs_count_what_happens(world: World) -> None:
+    """The bytes and elements of its cost lie between the average and the most of a rank, up to a tenth for rounding."""
     per_node, *others = {world.nodes.count(node) for node in world.nodes}
     if world.size == 1 or others:
         return  # a cluster has the same number of ranks on every node
-    c, size, sent = ScaledSign(bucket_size=64), 1 << 16, [0] * world.size
-    mean = world.mean(c, feedback=False)
+    size, compressors = 1 << 16, [_Counting(bucket_size=64) for _ in world.ranks]
 
     def count(rank: int, request: Any) -> None:
-        sent[rank] += bytes_to_others(request, rank)
+        compressors[rank].counts["sent"] += bytes_to_others(request, rank)
 
-    values = [np.ones(size, np.float32) for _ in world.ranks]
-    running = map(mean.stages, values, world.start(mean, values[:1]))
-    lockstep([watched(stages, partial(count, rank)) for rank, stages in enumerate(running)])
-    load = Load(size, c.payload_spec(size).nbytes, False, encode=1e-9, decode=2e-10, add=2e-10, copy=4e-10)
-    found = topology(world.topology).cost(load, Cluster(world.size, Link(1e9), per_node)).sent
-    least, most = 0.9 * sum(sent) / world.size, 1.1 * max(sent)
-    assert least <= found <= most, f"its cost counts {found:.0f} bytes for a rank; the ranks send {sent}"
+    x, running = np.ones(size, np.float32), []
+    for rank, c in enumerate(compressors):
+        mean = world.mean(c, feedback=False)
+        running.append(watched(mean.stages(x, world.start(mean, [x])[rank]), partial(count, rank)))
+    lockstep(running)
+    resolved, cluster = topology(world.topology), Cluster(world.size, Link(1e9), per_node)
+    load = Load(
+        size, compressors[0].payload_spec(size).nbytes, False, encode=0.0, decode=0.0, add=0.0, copy=0.0
+    )
+    found = {
+        "sent": resolved.cost(load, cluster).sent,
+        "compressed": resolved.cost(load._replace(encode=1.0), cluster).codec,
+        "decompressed": resolved.cost(load._replace(decode=1.0, add=1.0), cluster).codec,
+    }
+    for what, counted in found.items():
+        of_ranks = [c.counts[what] for c in compressors]
+        unit = "bytes" if what == "sent" else "elements"
+        if world.is_exact and what != "sent":
+            continue  # it only copies and adds
+        assert 0.9 * sum(of_ranks) / world.size <= counted <= 1.1 * max(of_ranks), (
+            f"its cost counts {counted:.0f} {unit} {what} by a rank; the ranks have {of_ranks}"
+        )
 
 
 def residuals_are_used(world: World) -> None:
@@ -403,7 +438,7 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
         nothing_owed_without_feedback,
         sum_identity,
         residuals_are_used,
-        costs_count_what_is_sent,
+        costs_count_what_happens,
         donation_changes_nothing,
         overwriting_changes_nothing,
         side_by_side,

@@ -84,4 +84,4 @@ class Tree(extend.Topology):
         height = math.ceil(math.log2(cluster.ranks))
         sent = 2 * (cluster.ranks - 1) / cluster.ranks * load.payload  # the average of the ranks
         wire = 2 * height * cluster.link.seconds(load.payload, ranks=1, messages=1)
-        return extend.Cost(load.packed * (load.encode + height * load.add), wire, sent)
+        return extend.Cost(load.packed * (load.encode + height * load.add + load.decode), wire, sent)

@@ -212,6 +212,17 @@ class CountsTheBytesOfAllRanks(Broken):
         return found._replace(sent=found.sent * cluster.ranks)
 
 
+class ForgetsThatServersCompress(Broken):
+    def cost(self, load, cluster):
+        found = super().cost(load, cluster)
+        return found._replace(codec=found.codec - load.encode * load.packed / cluster.ranks)
+
+
+class CountsAdditionsTwice(Broken):
+    def cost(self, load, cluster):
+        return super().cost(load._replace(add=2 * load.add), cluster)
+
+
 class DrawsAlikeInLateSteps(Broken):
     """A counter of steps has 32 bits, and what is above takes the bits of hops."""
 
@@ -226,8 +237,10 @@ BROKEN = {
     DropsTheRest: {"sum_identity"},
     RefusesAloneWhereEmpty: {"refusals_are_shared"},
     ReusesTheBuffersOfMeans: {"only_results_are_new"},
-    CountsHalfOfItsBytes: {"costs_count_what_is_sent"},
-    CountsTheBytesOfAllRanks: {"costs_count_what_is_sent"},
+    CountsHalfOfItsBytes: {"costs_count_what_happens"},
+    CountsTheBytesOfAllRanks: {"costs_count_what_happens"},
+    ForgetsThatServersCompress: {"costs_count_what_happens"},
+    CountsAdditionsTwice: {"costs_count_what_happens"},
     DrawsAlikeInLateSteps: {"draws_have_keys_of_their_own"},
     ForgetsWorkers: {"sum_identity", "residuals_are_used"},
     WritesIntoValues: {"only_results_are_new"},
