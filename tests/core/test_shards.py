@@ -126,6 +126,21 @@ def test_a_buffer_may_hold_the_own_shard(lockstep, kernels):
         np.testing.assert_array_equal(place, right)
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_changes_that_one_call_leaves_out_are_in_a_later_one(lockstep, library, world):
+    """Of each bucket of 16, every call sends the 4 largest changes: the fourth sends the last ones."""
+    shards = of_all(world, (qcomp.TopK(4, 16),) * 4)
+    own = drawn(world, sum(SIZES))
+    exact, missing = np.concatenate(own), []
+    references = [library.array(0 * exact) for _ in shards]
+    for _ in range(4):
+        triples = zip(shards, own, references, strict=True)
+        references = run(lockstep, (s.gather_changes(library.array(x), r, KEY) for s, x, r in triples))
+        assert len({host_bytes(found) for found in references}) == 1
+        missing.append(int((to_numpy(references[0]) != exact).sum()))
+    assert missing == [world * n for n in (25 + 1 + 96, 16 + 64, 8 + 32, 0)]
+
+
 @pytest.mark.parametrize("codes", [SIGN, qcomp.QSGD(7, 16, coding="elias")], ids=["fixed", "variable"])
 @pytest.mark.parametrize("verb", ["scatter_mean", "gather"])
 def test_a_value_that_is_not_finite_is_an_error_on_every_rank(lockstep, codes, verb):

@@ -178,7 +178,9 @@ class TestEstimates:
         assert not estimates(states).any()
 
     @pytest.mark.parametrize(
-        "c", [qcomp.QSGD(1, 128), qcomp.RandK(1, 16), qcomp.ScaledSign(8, scale="rms")], ids=str
+        "c",
+        [qcomp.QSGD(1, 128), qcomp.RandK(1, 16), qcomp.RandK(8, 16), qcomp.ScaledSign(8, scale="rms")],
+        ids=str,
     )
     def test_needs_a_contraction(self, c):
         with pytest.raises(ValueError, match=r"promises no contraction; expected .*qcomp\.Scaled"):
