@@ -104,6 +104,31 @@ class TestChoice:
             assert more - topology(name).cost(plain, cluster).wire == pytest.approx(exchanges * announced)
         assert chosen(1000, ALONE, coded) == "all_gather"
 
+    @pytest.mark.parametrize(
+        ("name", "a_node", "between", "inside"),
+        [
+            ("all_gather", 1, (7, 7 * 80_000), (0, 0)),
+            ("two_phase", 1, (14, 14 * 10_000), (0, 0)),
+            ("ring", 1, (14, 14 * 10_000), (0, 0)),
+            ("hierarchical", 1, (14, 14 * 10_000), (0, 0)),
+            # Four ranks of a node share its link; float32 parts are added up, and compressed ones spread, inside it.
+            ("hierarchical", 4, (2, 80_000), (6, 3 * (1_000_000 + 20_000))),
+        ],
+    )
+    def test_messages_and_bytes_take_their_time(self, name, a_node, between, inside):
+        """Of each link: messages follow each other, and each byte is sent once."""
+        load = choice._NOTHING._replace(size=1_000_000, payload=80_000)
+        slow, late, free = (Link(1e6, latency=0.0), Link(np.inf, latency=1e-3), Link(np.inf, latency=0.0))
+        own = replace(slow, streams=np.inf)  # each rank has its own way to the others of its node
+
+        def wire(link: Link, inside: Link) -> float:
+            return topology(name).cost(load, Cluster(8, link, a_node, inside)).wire
+
+        assert wire(late, free) * 1e3 == pytest.approx(between[0])
+        assert wire(slow, free) * 1e6 == pytest.approx(between[1])
+        assert wire(free, late) * 1e3 == pytest.approx(inside[0])
+        assert wire(free, own) * 1e6 == pytest.approx(inside[1])
+
     def test_is_what_the_planner_predicts(self):
         """Both use the same formulas: with the same link and speeds they choose the same, except for the ring."""
         known = choice._NOTHING
