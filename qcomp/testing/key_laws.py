@@ -21,6 +21,8 @@ _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
 """The number of bits of each part that must affect the draws."""
 _BASE = Key(seed=1, step=2, tensor=3, rank=4)
 _SIZE = 512
+_MEETINGS = 4
+"""Large errors that two rows may have in the same places by chance."""
 
 
 def key_names_the_draws(case: Case) -> None:
@@ -28,10 +30,13 @@ def key_names_the_draws(case: Case) -> None:
     random = case.compressor.traits.random
     for size in (_SIZE, 5000):
         x = vector("gaussian", size, 3)
-        reference = case.compress(x, key=_BASE).data
+        bases = _with_other_seeds(_BASE)
+        references = [case.compress(x, key=base).data for base in bases]
         for part in _PARTS:
             for value in (64, 2**12):
-                differs = case.compress(x, key=_BASE._replace(**{part: value})).data != reference
+                keys = _with_other_seeds(_BASE._replace(**{part: value}))
+                pairs = zip(keys, references, strict=True)
+                differs = any(case.compress(x, key=key).data != reference for key, reference in pairs)
                 assert differs == random, (
                     f"another {part} in the key {'does not change' if random else 'changes'} the payload"
                 )
@@ -46,7 +51,9 @@ def no_key_repeats(case: Case) -> None:
     arrays = [plain.array(x) for x in vectors]
 
     def data(key: Key, index: int) -> bytes:
-        return to_numpy(plain.compressor.compress(arrays[index], key=key).data).tobytes()
+        return to_numpy(
+            plain.compressor.compress(arrays[index], key=_with_other_seeds(key)[index]).data
+        ).tobytes()
 
     seen: dict[bytes, Key] = {}
     for key in _keys(plain.compressor.traits.bucket_size):
@@ -57,6 +64,11 @@ def no_key_repeats(case: Case) -> None:
         same = all(data(key, index) == data(earlier, index) for index in (1, 2))
         assert not same, f"{key} and {earlier} have the same draws"
     _check_buckets(plain)
+
+
+def _with_other_seeds(key: Key) -> list[Key]:
+    """Return a key, and the same with other seeds: few draws are alike by chance, but not with all seeds."""
+    return [key._replace(seed=(key.seed + (i << 40)) % 2**64) for i in range(3)]
 
 
 def _keys(bucket_size: int) -> Iterator[Key]:
@@ -140,7 +152,9 @@ def draws_are_independent(case: Case) -> None:
         pairs = found - mean
         pairs[np.tril_indices(len(values))] = 0.0
         a, b = np.unravel_index(int(np.argmax(np.abs(pairs))), pairs.shape)
-        assert abs(pairs[a, b]) < 8 * deviation + 0.02, (
+        # Few large errors, as of sparse compressors, meet by chance.
+        by_chance = 8 * deviation + 0.02 + _MEETINGS / max(1.0, float(_width(errors).min()))
+        assert abs(pairs[a, b]) < by_chance, (
             f"the errors of {part} {values[a]} and {part} {values[b]} are alike, with correlation {found[a, b]:.2g}: "
             "they share draws"
         )
@@ -159,7 +173,7 @@ def _check_shifts(errors: Array, x: Array, part: str) -> None:
     """
     of_magnitudes = errors * np.sign(x)  # an error may depend on the draw with the sign of its element
     for signed in (errors, of_magnitudes):
-        wide = np.sum(signed**2, axis=1) ** 2 >= 200 * np.sum(signed**4, axis=1)
+        wide = _width(signed) >= 200
         spectra = np.fft.rfft(signed)
         norms = np.sqrt(np.sum(signed**2, axis=1))
         for row in np.flatnonzero(wide[:-1] & wide[1:]):
@@ -195,6 +209,13 @@ def _check_neighbours(case: Case) -> None:
             f"the errors of equal buckets at distance {distance} are alike, with correlation {products.mean():.2g}: "
             "they share draws"
         )
+
+
+def _width(errors: Array) -> Array:
+    """Return how many errors each row has, where small ones hardly count: (sum e^2)^2 / sum e^4."""
+    fourth: Array = np.maximum(np.sum(errors**4, axis=1), 1e-300)
+    found: Array = np.sum(errors**2, axis=1) ** 2 / fourth
+    return found
 
 
 def _correlations(errors: Array) -> Array:

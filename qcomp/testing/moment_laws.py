@@ -11,7 +11,7 @@ from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import LONGEST_BUCKET, flushed, vector
-from qcomp.testing.worst_cases import row_length
+from qcomp.testing.worst_cases import HITS, row_length
 
 __all__ = ["unbiased", "unbiased_at_every_size", "unbiased_to_the_last_draw"]
 
@@ -224,6 +224,10 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array
         level = max(level, float(np.abs(error).max()))
     # Allow for rare errors that were not sampled, as if a few more of the largest had occurred, and for 16-bit draws.
     rare = np.maximum(jump, unseen * np.abs(directions).max(axis=1))
+    omega = case.compressor.traits.omega or 0.0
+    if len(starts) * situation.calls < HITS * (1 + omega):
+        # An element that is kept once in 1 + omega draws has an error of omega times its value then.
+        rare = np.maximum(rare, omega * np.abs(directions * v).max(axis=1))
     chance = np.sqrt(squares + 9 * rare**2)
     level = max(level, float(np.sqrt(np.add.reduceat(v**2, starts).max())))
     resolution = 2.0**-16 * level * np.abs(directions).sum(axis=1) * situation.calls

@@ -3,6 +3,7 @@
 import array_api_strict
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401 - gives NumPy a bfloat16, which is checked then
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,24 @@ def quick_or_slow(compressor):
 @pytest.mark.parametrize("compressor", [quick_or_slow(c) for c in COMPRESSORS])
 def test_contract(compressor):
     check_compressor(compressor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compressor", "law"),
+    [
+        *(
+            (qcomp.RandK(k=1, bucket_size=1024), law)
+            for law in ("key_names_the_draws", "no_key_repeats", "draws_are_independent", "unbiased")
+        ),
+        (qcomp.RandK(k=2, bucket_size=512), "draws_are_independent"),
+        (qcomp.Scaled(qcomp.RandK(k=1, bucket_size=512)), "contraction"),
+    ],
+    ids=str,
+)
+def test_elements_that_are_kept_rarely(compressor, law):
+    """By chance, many draws keep none of an element's copies, and two keys keep the same elements."""
+    assert list(compressor_contract(Case(compressor, np), 30).broken(only=law)) == []
 
 
 @pytest.mark.slow
