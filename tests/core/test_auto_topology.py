@@ -129,6 +129,25 @@ class TestChoice:
         assert wire(free, late) * 1e3 == pytest.approx(inside[0])
         assert wire(free, own) * 1e6 == pytest.approx(inside[1])
 
+    @pytest.mark.parametrize(
+        ("name", "a_node", "exchanges", "copied"),
+        [
+            ("all_gather", 1, 1, 0),
+            ("two_phase", 1, 2, 0),
+            ("ring", 1, 14, 7 / 8),  # a rank's own part of all chunks but the first of its sums
+            ("hierarchical", 1, 2, 0),
+            ("hierarchical", 4, 4, 2),  # packed, and added up over the node
+        ],
+    )
+    def test_exchanges_and_copies_take_their_time(self, name, a_node, exchanges, copied):
+        load = choice._NOTHING._replace(size=1000, payload=80, encode=0.0, decode=0.0, add=0.0, copy=0.0)
+
+        def codec(**seconds: float) -> float:
+            return topology(name).cost(load._replace(**seconds), Cluster(8, ETHERNET, a_node)).codec
+
+        assert codec(call=1.0) - codec(call=0.0) == exchanges
+        assert codec(copy=1.0) - codec(copy=0.0) == pytest.approx(copied * 1000)
+
     def test_is_what_the_planner_predicts(self):
         """Both use the same formulas: with the same link and speeds they choose the same, except for the ring."""
         known = choice._NOTHING
