@@ -88,6 +88,11 @@ class Race:
         """Return the seconds, or without times the steps, until a method's mean loss is the target; None if never."""
         return seconds_to(self.target, self.losses(name), clock(self.runs[name][0], times))
 
+    def misses(self, name: str) -> bool:
+        """Return whether a method never reaches the target, although it was tried with all learning rates."""
+        trained = name in self.runs and self.tried(name) == len(plan.RATES)
+        return trained and not math.isnan(self.target) and self.reached(name) is None
+
     def timed(self, times: Times) -> list[str]:
         """Return the methods whose phases are all timed."""
         return [name for name, runs in self.runs.items() if set(phases(runs[0])) <= times.keys()]
@@ -188,7 +193,7 @@ def on_links(race: Race, seconds: plan.Rows) -> str:
     for name in race.runs if links else ():
         row = [label(name)]
         for times in links.values():
-            cell = "not measured"
+            cell = NEVER if race.misses(name) else "not measured"
             if name in race.timed(times):
                 after = race.reached(name, times)
                 gain = gain_over(race, REFERENCE, after, times)
@@ -269,14 +274,16 @@ def left_out(curves: plan.Rows, seconds: plan.Rows) -> str:
                 wanted = [c for c in plan.curves(curves, methods) if (c.task, c.ranks) == (task, ranks)]
                 there = sum(bool(plan.of(curves, **curve.which)) for curve in wanted)
                 cells.append(f"{there} of {len(wanted)}")
+            race = Race(task, ranks, curves)
+            arriving = {name for name in MAIN if not race.misses(name)}
             timed = [
                 NAMES[link]
                 for link in GOALS
-                if set(MAIN) <= {name for name, _ in times_of(seconds, task, ranks, link)}
+                if arriving <= {name for name, _ in times_of(seconds, task, ranks, link)}
             ]
             rows.append([task, str(ranks), *cells, ", ".join(timed) or "none"])
     head = ["task", "ranks", f"trainings of the {len(MAIN)} main methods", "of the others"]
-    return page.table([*head, "links on which all main methods are timed"], rows)
+    return page.table([*head, "links on which all main methods that reach the target are timed"], rows)
 
 
 def picture(races: Sequence[Race], seconds: plan.Rows, link: str | None) -> Figure | None:

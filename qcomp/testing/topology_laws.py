@@ -358,7 +358,7 @@ class _Counting(ScaledSign):
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """The elements, by what was done with them."""
+        """The elements that it compressed and decompressed, and the bytes that its rank sent."""
         return Counter()
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:

@@ -258,8 +258,13 @@ class TestStandings:
         assert "| DDP, float32, AdamW | 0.001 (3 of 3) | 2.000 | 300 | 3.000 | 25.0 | 1 |" in made["steps"]
         assert "| qcomp: 1-bit Adam | 0.003 (1 of 3) | 3.000 | not reached at this rate |" in made["steps"]
         assert "| qcomp: Muon, 4 + 1 bits | 75, 8.00x | 1 |" in made["seconds"]
-        # The exact steps of 1-bit Adam are not timed.
+        # The exact steps of 1-bit Adam are not timed; its other rates may reach the target.
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
+        others = [row_of("onebit_adam", rate, [(0, 5.0), (300, 3.0)]) for rate in (1e-3, 9e-3)]
+        assert (
+            "| qcomp: 1-bit Adam | not reached | 1 |"
+            in standings.tables([*ROWS, *others], SECONDS, [])["seconds"]
+        )
         assert "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 |  | DDP, float32, Muon | 4.00 |  |" in made["goals"]
         assert (
             f"| demo | 2 | 6 of {5 * len(MAIN)} | 0 of {5 * (len(METHODS) - len(MAIN))} | none |"
