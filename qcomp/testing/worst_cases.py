@@ -20,7 +20,7 @@ _WIDEST = 1 << 13
 _ROUNDS = 8
 """Generations of the ascent."""
 _CALLS = (8, 64, 800)
-"""Draws of a vector that ends in a tail: more if its error looks too large."""
+"""Draws of a vector that ends in a tail, more if its error looks too large."""
 _SIGMAS = 6.0
 """Deviation of a mean over draws that breaks the law, in standard errors."""
 HITS = 18
@@ -66,20 +66,19 @@ def contraction(case: Case) -> None:
 
 
 def _check(case: Case, bound: _Bound, least_draws: float = 1) -> None:
-    for found in _candidates(case.plain, bound.factor, least_draws):
-        if found.draws < least_draws:
-            continue
+    for found in _candidates(case.plain, bound.factor):
         limit = bound.factor * (1 + 2.0**-20) + _ROUNDING + _SIGMAS * found.deviation
-        assert found.ratio <= limit, (
+        # A result that is expected up to HITS times can be missing by chance, and the mean is larger without it.
+        unseen = HITS / found.draws if found.draws < least_draws else 0.0
+        assert found.ratio * (1 - unseen) <= limit, (
             f"E ||C(v) - v||^2 is {found.ratio:.6g} ||v||^2, above ({bound.name}) ||v||^2 = {bound.factor:.6g} "
             f"||v||^2, for {found.what}"
         )
 
 
-def _candidates(case: Case, limit: float, least_draws: float) -> Iterator[_Found]:
+def _candidates(case: Case, limit: float) -> Iterator[_Found]:
     yield from _full_buckets(case)
-    if least_draws <= _CALLS[-1] or not case.compressor.traits.random:
-        yield from _tails(case, limit)
+    yield from _tails(case, limit)
 
 
 def row_length(bucket_size: int) -> int:

@@ -74,6 +74,12 @@ class Drawn(qcomp.RandK):
 
 
 @dataclass(frozen=True)
+class Rare(qcomp.RandK):
+    k: int = 1
+    bucket_size: int = 512
+
+
+@dataclass(frozen=True)
 class Shrunk(qcomp.Scaled):
     compressor: Compressor = qcomp.QSGD(levels=1, bucket_size=64)  # noqa: RUF009 - immutable
 
@@ -213,6 +219,13 @@ mutant("contraction", "delta of lloyd_max", Nearest, traits=promises(delta=lambd
 mutant("contraction", "delta of topk", Largest, traits=promises(delta=6 / 64))
 mutant("contraction", "delta of topk in two bits", LargestInTwoBits, traits=promises(delta=6 / 64))
 mutant("contraction", "delta of scaled", Shrunk, traits=promises(delta=lambda delta: delta * 1.3))
+mutant(
+    "contraction",
+    "expands",
+    Levels,
+    traits=promises(unbiased=False, omega=None, delta=1 / 512),
+    decode=decodes(lambda y: 2 * y),
+)
 mutant("contraction", "delta of cast", qcomp.Cast, traits=promises(delta=1 - 2.0**-18))
 mutant(
     "contraction",
@@ -296,6 +309,14 @@ mutant(
     encode=keyed(lambda key: key._replace(step=key.step % 2**63 + key.rank, rank=0)),
 )
 mutant("no_key_repeats", "pairs of ranks", Levels, encode=keyed(lambda key: key._replace(rank=key.rank | 1)))
+mutant(
+    "no_key_repeats",
+    "rare ranks of a byte",
+    Rare,
+    encode=keyed(lambda key: key._replace(rank=key.rank % 256)),
+)
+mutant("key_names_the_draws", "rare without ranks", Rare, encode=keyed(lambda key: key._replace(rank=0)))
+mutant("unbiased", "rare and too large", Rare, decode=decodes(lambda y: y * np.float32(1.5)))
 mutant("key_names_the_draws", "no tensors", Levels, encode=keyed(lambda key: key._replace(tensor=0)))
 
 
