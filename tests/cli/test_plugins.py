@@ -65,7 +65,8 @@ class Gather(extend.Topology):
         return extend.Averaged(means, sent.residuals, ())
 
     def cost(self, load, cluster):
-        return extend.Cost(load.encode * load.packed, 0.0, (cluster.ranks - 1) * load.payload)
+        codec = (load.encode + cluster.ranks * load.add) * load.packed
+        return extend.Cost(codec, 0.0, (cluster.ranks - 1) * load.payload)
 
 
 class Kernels(extend.Partial):
