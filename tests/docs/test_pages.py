@@ -33,8 +33,8 @@ def ids(paths):
     return [pages.name_of(path) for path in paths]
 
 
-SLOW = {"ddp", "jax", "sharded"}
-"""Pages that import much of torch; they run on two ranks anyway."""
+SLOW = {"ddp", "extend/topology", "jax", "sharded"}
+"""Pages that import much of torch, which run on two ranks anyway, and one that checks a topology."""
 
 
 def once(page):
