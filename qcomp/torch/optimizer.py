@@ -231,7 +231,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Raises
         ------
         RuntimeError
-            After the first step: all parameters share one warm-up, which a new one would enter too late.
+            After the first step: all parameters share one count of steps, and with it warm-up and bias corrections.
         """
         state = self._state
         if self._overlapped is not None:
@@ -240,8 +240,8 @@ class AveragingOptimizer(torch.optim.Optimizer):
             )
         if state is not None and state.step:
             raise RuntimeError(
-                f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
-                "warm-up, and a later one would never move after the freeze: add groups before the first step, or make "
+                f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one count "
+                "of steps, on which warm-up and bias corrections depend: add groups before the first step, or make "
                 "another optimizer for them"
             )
         before = dict(vars(self))
