@@ -398,6 +398,13 @@ class TestErrors:
         with pytest.raises(ValueError, match="state has made no step since begin_epoch"):
             opt.next_snapshot(y, state)
 
+    def test_the_mean_for_other_parameters_is_an_error(self):
+        opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
+        x, state = opt.step(y, (y, y), opt.begin_epoch(y, y, opt.init(y, comm), comm), comm)
+        for other, message in ((x.reshape(4, 5), r"shape \(4, 5\); expected \(20,\)"), ([x, x], "2 arrays")):
+            with pytest.raises(ValueError, match=message):
+                opt.next_snapshot(other, state)
+
     def test_of_another_rank(self):
         opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
         state = opt.initial_state([y], ("0",), rank=1, size=2)
