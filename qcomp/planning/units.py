@@ -31,19 +31,22 @@ def count(text: str) -> int:
 
 
 def bandwidth(text: str) -> float:
-    """Return bytes per second from a text in bits, ``"10gbit"`` or ``"100mbit/s"``, or in bytes, ``"1.2GB/s"``.
+    """Return bytes per second from a text in bits, ``"10gbit"`` or ``"10Gbps"``, or in bytes, ``"1.2GB/s"``.
 
-    Case does not matter, so ``Gb/s`` could mean bits or bytes, and is refused.
+    In ``Gbps`` and ``GBps`` the case of b decides. ``Gb/s`` and ``GBPS`` may mean bits or bytes, and are refused. Any
+    other case does not matter.
 
     Examples
     --------
     >>> bandwidth("10gbit"), bandwidth("1.25GB/s")
     (1250000000.0, 1250000000.0)
+    >>> bandwidth("10Gbps"), bandwidth("10GBps")
+    (1250000000.0, 10000000000.0)
     """
     expected = "a bandwidth such as 10gbit, 100mbit or 1.2GB/s"
-    if re.search(r"b/s$", text) and not re.search(r"bit/s$", text):  # a small b
+    if re.search(r"b/[sS]|[bB]P", text):
         raise ValueError(f"{text!r} may mean bits or bytes; expected {expected}")
-    return _read(text, _BANDWIDTHS, expected)
+    return _read(text.replace("Bps", "B/s"), _BANDWIDTHS, expected)
 
 
 def seconds(text: str) -> float:

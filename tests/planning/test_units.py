@@ -31,6 +31,7 @@ def test_counts(text, value):
         ("10Gbit/s", 1.25e9),
         ("100mbit", 12.5e6),
         ("100 Mbps", 12.5e6),
+        ("100 MBps", 100e6),
         ("1.2GB/s", 1.2e9),
         ("125MB/s", 125e6),
         ("9600bit", 1200.0),
@@ -41,7 +42,7 @@ def test_bandwidths(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "10", "-1gbit", "10g", "10GB", "10 gbit/min", "10Gb/s", "nan", "infgbit"]
+    "text", ["", "fast", "10", "-1gbit", "10g", "10GB", "10 gbit/min", "10Gb/s", "10gb/S", "10GBPS", "nan", "infgbit"]
 )
 def test_an_invalid_bandwidth_is_an_error(text):
     with pytest.raises(ValueError, match="expected a bandwidth such as 10gbit"):
