@@ -10,6 +10,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -47,7 +48,9 @@ EXACT = {
     "muon_exact_blocks": "Muon in blocks",
 }
 """The exact trainings of the race, and their optimizers."""
-RACE = {
+RACE: dict[str, tuple[str, ...]] = {
+    "onebit_adam": ("onebit_adam", "ddp_adamw"),
+    "ddp_muon": ("Muon, exact", "ddp_adamw"),
     "powersgd1_adamw": ("PowerSGD rank 1", "ddp_adamw"),
     "powersgd1_muon": ("PowerSGD rank 1", "ddp_muon"),
     "powersgd2_adamw": ("PowerSGD rank 2", "ddp_adamw"),
@@ -63,9 +66,10 @@ RACE = {
     "sparse_adamw": ("SparseLoCo every {every} steps", "ddp_adamw"),
     "sparse_muon": ("SparseLoCo every {every} steps", "ddp_muon"),
     "sparse_often_muon3": (f"SparseLoCo every {OFTEN} steps", "ddp_muon3"),
-    "sparse_often_blocks": (f"SparseLoCo every {OFTEN} steps", "muon_exact_blocks"),
+    "sparse_often_blocks": (f"SparseLoCo every {OFTEN} steps", "muon_exact_blocks", "ddp_muon"),
 }
-"""Methods of the race: their labels, and the exact training by the same optimizer."""
+"""Methods of the race: the names of their records, the exact training by the same optimizer, and what counts with 4
+ranks without it."""
 
 
 def main() -> None:
@@ -159,26 +163,32 @@ def _muon(studies: Path) -> list[dict[str, Any]]:
 
 
 def _race(studies: Path) -> list[dict[str, Any]]:
-    """Compare methods with exact training by the same optimizer, both at the rate that is best for the latter."""
-    rows = [row for row in plan.whole(plan.read(studies / "loss" / "curves.jsonl")) if row["ranks"] == 2]
-    runs: dict[tuple[str, str, float | None], dict[int, Any]] = defaultdict(dict)
+    """Compare methods with exact training by the same optimizer, both at the rate that is best for the latter.
+
+    With 4 ranks methods were trained only at the rate that is best for themselves with 2 ranks, and this counts.
+    """
+    rows = plan.whole(plan.read(studies / "loss" / "curves.jsonl"))
+    runs: dict[tuple[int, str, str], dict[float, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if plan.final(row) < float("inf"):
-            runs[row["task"], row["method"], row["rate"]][row["seed"]] = row
+            runs[row["ranks"], row["task"], row["method"]][row["rate"]][row["seed"]] = row
     found = []
-    for task, (method, (name, exact)) in product(RACED, RACE.items()):
-        rate = plan.best_rate(rows, task, exact, all_tried=False)
-        own, other = runs[task, method, rate], runs[task, exact, rate]
+    for ranks, task, (method, (name, *exacts)) in product((2, 4), RACED, RACE.items()):
+        exact, best = exacts[0 if ranks == 2 else -1], partial(plan.best_rate, rows, task, all_tried=False)
+        rate = best(exact)
+        tuned = rate if ranks == 2 else best(method)
+        own, other = runs[ranks, task, method].get(tuned, {}), runs[ranks, task, exact].get(rate, {})
         seeds = sorted(own.keys() & other.keys())
         if not seeds:
             continue
-        what, optimizer = name.format(every=RACED[task].every), EXACT[exact]
-        parts = [what, *(["torch's hook"] if METHODS[method].peer else [])]
-        parts += [] if what.startswith("Muon") else [optimizer]
+        what = name.format(every=RACED[task].every)
+        names_its_optimizer = what in LABELS or what.startswith("Muon")
+        parts = [LABELS.get(what, what), *(["torch's hook"] if "hook" in METHODS[method].label else [])]
+        parts += [] if names_its_optimizer else [EXACT[exacts[0]]]
         size = sum(weight.numel() for weight in RACED[task].model(0).parameters())
         found.append(
             _record("language_model", what, {**own[seeds[0]], "parameters": size})
-            | {"label": ", ".join(parts), "reference": optimizer}
+            | {"label": ", ".join(parts), "reference": EXACT[exact]}
             | _compared([own[s]["losses"] for s in seeds], [other[s]["losses"] for s in seeds])
             | {"source": "docs/benchmarks/loss"}
         )
@@ -223,7 +233,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         "method",
         "task",
         "exact training by",
-        "steps to the same loss, its own = 1",
+        "steps to the same loss, divided by its",
         "loss at the end, minus its",
     ]
     return page.table([*head, "seeds", "model", "from"], rows)

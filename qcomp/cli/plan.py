@@ -29,7 +29,7 @@ __all__ = ["EPILOG", "add_arguments", "plan", "run"]
 
 EPILOG = """
 examples:
-  qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 10gbit
+  qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 10gbit --machine gpu --warmup 0.15
   qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 1gbit --compressor sign --compressor qsgd:levels=7
   mpirun -n 4 qcomp plan --measure --out cluster.json
   qcomp plan --params 350M --compute-ms 200 --measured cluster.json --json
@@ -86,7 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument("--overlap-compressed", action="store_true", help="compressed messages overlap too")
     job.add_argument(
-        "--warmup", type=float, default=0.0, help="share of exact steps in a run that compresses"
+        "--warmup",
+        type=float,
+        default=0.0,
+        help="share of exact steps in a run of 1-bit Adam or QAdam, such as 0.15",
     )
     job.add_argument(
         "--matrix",

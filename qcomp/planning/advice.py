@@ -180,17 +180,23 @@ class Advice:
         return cells
 
     def _known(self) -> list[str]:
-        """Return a line for each record about steps to a loss, and a line about methods without one."""
+        """Return a line for each record about steps to a loss, and lines about how they count."""
         if self.task is None:
             return []
         told = {f"{row.time.method.kind}: {row.known.text}." for row in self.rows if row.known is not None}
+        counted = []
         if not all(row.measured for row in self.rows):
-            told_last = [
+            counted.append(
                 f"?: the steps to a loss are not measured; the comparison counts {UNMEASURED:g} for one of Adam's."
-            ]
-        else:
-            told_last = []
-        return sorted(told) + told_last
+            )
+        if any(row.known.ratio < 1 for row in self.rows if row.known is not None and row.known.ratio):
+            counted.append("A ratio below 1 counts as 1, so what Muon gains over AdamW does not count.")
+        compressors = [row.time.method.compressor for row in self.rows if type(row.time.method) is Method]
+        if not self.warmup and {"sign", "minmax"} & {c.name for c in compressors if c is not None}:
+            counted.append(
+                "1-bit Adam and QAdam begin with exact steps: without --warmup, such as 0.15, they are not compared."
+            )
+        return sorted(told) + counted
 
 
 def _show_range(row: Row) -> str:
@@ -324,7 +330,9 @@ def advise(
             above, below = pays_between(job, cluster, machine, time.method, plain.method)
         exact_steps = warmup if type(time.method) is Method and not _is_exact(time.method) else 0.0
         run = run_speedup(plain.seconds, time.seconds, exact_steps) if time.seconds else 1.0
-        known = None if task is None else evidence_of(time.method, warmup=warmup, task=task)
+        known = (
+            None if task is None else evidence_of(time.method, warmup=warmup, task=task, ranks=cluster.ranks)
+        )
         found = Row(time, speedup, run, below, known, run, above)
         return found if task is None else found._replace(loss_speedup=run / found.steps)
 

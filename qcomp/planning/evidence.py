@@ -1,6 +1,7 @@
 """Evidence from committed studies on how many steps a method needs to a loss."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -88,7 +89,9 @@ def studies() -> tuple[Evidence, ...]:
     return tuple(Evidence(**record) for record in records)
 
 
-def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) -> Evidence | None:
+def evidence_of(
+    method: Method, *, warmup: float = 0.0, task: str = TASKS[0], ranks: int = 2
+) -> Evidence | None:
     """Return what is known about a method on a task, or None.
 
     Parameters
@@ -99,9 +102,12 @@ def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) ->
         Adam receives. An outer loop must have the settings of a study, except for the topology.
     warmup : float
         The share of exact steps of a run. Among several studies, those with curves come first, then those with the
-        closest share, then those with the most seeds, then the least favourable ones.
+        closest share, then those with the closest number of ranks, then those with the most seeds, then the least
+        favourable ones.
     task : str
         One of `TASKS`.
+    ranks : int
+        The number of ranks that train.
 
     Examples
     --------
@@ -115,8 +121,9 @@ def evidence_of(method: Method, *, warmup: float = 0.0, task: str = TASKS[0]) ->
     names = _names(method, warmup)
     known = [record for record in studies() if record.method in names and record.task == task]
 
-    def preference(record: Evidence) -> tuple[bool, float, int, float]:
-        return record.ratio is None, abs(record.warmup - warmup), -record.seeds, -(record.ratio or 0.0)
+    def preference(record: Evidence) -> tuple[bool, float, float, int, float]:
+        times = abs(math.log(record.ranks / ranks))
+        return record.ratio is None, abs(record.warmup - warmup), times, -record.seeds, -(record.ratio or 0.0)
 
     return min(known, key=preference, default=None)
 

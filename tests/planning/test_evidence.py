@@ -56,7 +56,9 @@ def test_among_similar_records_the_least_favourable_counts():
     known = evidence_of(PowerSGDMethod(averaging=qcomp.PowerSGD(rank=1)))
     alike = [record for record in studies() if record.method == "PowerSGD rank 1"]
     assert len(alike) > 1
-    assert known.ratio == max(record.ratio for record in alike if record.seeds == known.seeds)
+    compared = [record for record in alike if (record.seeds, record.ranks) == (known.seeds, known.ranks)]
+    assert len(compared) > 1
+    assert known.ratio == max(record.ratio for record in compared)
 
 
 def test_a_record_with_a_curve_comes_before_one_without():
@@ -67,7 +69,7 @@ def test_a_record_with_a_curve_comes_before_one_without():
     assert known.ratio is not None
     assert any(record.method == known.method and record.ratio is None for record in studies())
     exact = evidence_of(MuonMethod(optimizer=qcomp.Muon(learning_rate=0.1), replicated=True))
-    assert (exact.method, exact.reference, exact.ratio) == ("Muon, exact", "AdamW", None)
+    assert (exact.method, exact.reference, exact.counted) == ("Muon, exact", "AdamW", 1.0)
     for compressor in (qcomp.ScaledSign(), qcomp.LloydMax(2)):
         other = qcomp.Muon(learning_rate=0.1, compressor=compressor)
         assert evidence_of(MuonMethod(optimizer=other)) is None
@@ -95,3 +97,13 @@ def test_fewer_steps_than_exact_training_count_as_equally_many():
 def test_an_unknown_task_is_an_error():
     with pytest.raises(ValueError, match="task is 'chess'; expected one of language model, "):
         evidence_of(SIGN, task="chess")
+
+
+def test_the_study_with_the_closest_number_of_ranks_counts():
+    """An outer round loses more with more ranks, so few ranks say little of many."""
+    often = OuterMethod(loop=qcomp.outer.sparse_loco(5))
+    found = [evidence_of(often, ranks=ranks) for ranks in (1, 2, 3, 4, 64)]
+    assert [known.ranks for known in found] == [2, 2, 4, 4, 4]
+    assert found[1].ratio < found[3].ratio
+    assert evidence_of(often).ranks == 2
+    assert evidence_of(SIGN, warmup=0.15, ranks=64).method == "onebit_adam"

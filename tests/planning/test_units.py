@@ -42,7 +42,21 @@ def test_bandwidths(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "10", "-1gbit", "10g", "10GB", "10 gbit/min", "10Gb/s", "10gb/S", "10GBPS", "nan", "infgbit"]
+    "text",
+    [
+        "",
+        "fast",
+        "10",
+        "-1gbit",
+        "10g",
+        "10GB",
+        "10 gbit/min",
+        "10Gb/s",
+        "10gb/S",
+        "10GBPS",
+        "nan",
+        "infgbit",
+    ],
 )
 def test_an_invalid_bandwidth_is_an_error(text):
     with pytest.raises(ValueError, match="expected a bandwidth such as 10gbit"):
