@@ -89,8 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, has left
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # where Python writes the rest at its end
+        _write_no_more()
         return _UNHEARD
+    except OSError as error:  # such as a full disk
+        _write_no_more()
+        options.parser.error(f"the output cannot be written: {error}")
     return status
+
+
+def _write_no_more() -> None:
+    """Let Python write what is left of the output nowhere when it ends, since that would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

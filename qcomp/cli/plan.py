@@ -3,6 +3,7 @@
 import argparse
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -199,6 +200,8 @@ def plan(options: argparse.Namespace) -> str:
 
 def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
     compute = None if options.compute_ms is None else options.compute_ms / 1e3
+    if compute is not None and not 0 <= compute < math.inf:
+        raise UsageError(f"--compute-ms is {options.compute_ms:g}; expected milliseconds, at least 0")
     if compute is None and measured is not None:
         compute = measured.compute
     if options.params is None or compute is None:
@@ -206,6 +209,8 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
         raise ValueError(f"{missing} is not given; expected it, unless only --measure is wanted")
     job = _job(options, compute)
     cluster = _cluster(options, None if measured is None else measured.cluster)
+    if measured is not None and measured.on_one_node and options.link is None and options.ranks is not None:
+        _require_inside(options.ranks, measured)
     machine = CPU if measured is None else measured.machine
     if options.machine is not None:
         machine = _MACHINES[options.machine]()
@@ -214,6 +219,10 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
         methods = _methods(options, cluster, machine)
         advice = advise(job, cluster, machine, methods=methods, warmup=options.warmup, task=task)
     if options.picture is not None:
+        if not options.picture or Path(options.picture).is_dir():
+            raise UsageError(
+                f"--picture is {options.picture!r}; expected the name of a file, such as plan.png"
+            )
         with _naming(options, "picture", (ValueError, OSError)):
             draw(advice, options.picture)
     return advice
@@ -295,6 +304,16 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
         )
 
 
+def _require_inside(ranks: int, measured: Measured) -> None:
+    """Raise UsageError if ranks are more than those of the one node whose link was measured."""
+    on_node = 0 if measured.cluster is None else measured.cluster.ranks
+    if ranks > on_node:
+        raise UsageError(
+            f"--ranks is {ranks}, but the {on_node} measured ranks share a node, and no link between nodes was "
+            "measured; expected --link, the bandwidth between nodes"
+        )
+
+
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
     """Return the plain methods and those with the requested compressors; None means all that the machine knows."""
     if options.compressor is None:
@@ -353,7 +372,10 @@ def _found(measured: Measured) -> str:
     else:
         cluster, spreads = measured.cluster, measured.spreads
         low, high = map(show_seconds, spreads["latency"])
-        lines.append(f"{cluster.ranks} ranks, {cluster.ranks_per_node} on a node")
+        if measured.on_one_node:
+            lines.append(f"{cluster.ranks} ranks, all on one node: the link is the one inside it")
+        else:
+            lines.append(f"{cluster.ranks} ranks, {cluster.ranks_per_node} on a node")
         lines.append(
             f"link: {show_bandwidth(cluster.link.bandwidth)} in each direction at once, "
             f"latency {show_seconds(cluster.link.latency)} ({low} to {high})"

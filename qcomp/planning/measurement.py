@@ -30,12 +30,15 @@ class Measured:
         Seconds of the caller's own step on the slowest rank, if one was timed.
     spreads : mapping of str to (float, float)
         The quartiles of the timings, in seconds: latency, transfer, compute.
+    on_one_node : bool
+        Whether all measured ranks share a node: then the link is the one inside it.
     """
 
     cluster: Cluster | None
     machine: Machine
     compute: float | None = None
     spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    on_one_node: bool = False
 
     def __post_init__(self) -> None:
         if self.compute is not None and not 0 <= self.compute < math.inf:
@@ -62,6 +65,8 @@ class Measured:
         """
         try:
             document = json.loads(Path(path).read_text())
+            if not isinstance(document, dict):
+                raise ValueError(f"it has a {type(document).__name__}; expected an object")
             if document.get("format") != _FORMAT:
                 raise ValueError(f"format is {document.get('format')!r}; expected {_FORMAT!r}")
             return cls(
@@ -69,6 +74,7 @@ class Measured:
                 _machine(document["machine"]),
                 document["compute"],
                 {name: (low, high) for name, (low, high) in document["spreads"].items()},
+                document.get("on_one_node", False),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not what qcomp plan --measure writes: {error}") from error

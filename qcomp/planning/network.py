@@ -28,6 +28,8 @@ class Network(NamedTuple):
     cluster: Cluster
     spreads: Mapping[str, tuple[float, float]]
     """The quartiles of the latency, and of the seconds of the large exchange."""
+    on_one_node: bool = False
+    """Whether all ranks share a node: then the link is the one inside it, and none between nodes was measured."""
 
 
 def measure_network(
@@ -85,7 +87,7 @@ def measure_network(
     link, latency, moved = probe.link([first], size)
     spreads = {"latency": latency.quartiles, "transfer": moved.quartiles}
     if nodes.count == 1:
-        return Network(Cluster(comm.size, link), spreads)
+        return Network(Cluster(comm.size, link), spreads, on_one_node=True)
     inside = INSIDE
     if lanes > 1:
         together = probe.transfer([nodes.team(lane) for lane in range(lanes)], size, link)

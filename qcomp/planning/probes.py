@@ -149,6 +149,7 @@ def measure(
         Machine(source, copy, speeds, call, tensor, LowRankSpeed(fixed, column), product),
         compute,
         {} if network is None else network.spreads,
+        network is not None and network.on_one_node,
     )
 
 

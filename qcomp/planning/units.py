@@ -46,7 +46,10 @@ def bandwidth(text: str) -> float:
     expected = "a bandwidth such as 10gbit, 100mbit or 1.2GB/s"
     if re.search(r"b/[sS]|[bB]P", text):
         raise ValueError(f"{text!r} may mean bits or bytes; expected {expected}")
-    return _read(text.replace("Bps", "B/s"), _BANDWIDTHS, expected)
+    found = _read(text.replace("Bps", "B/s"), _BANDWIDTHS, expected)
+    if not found:
+        raise ValueError(f"{text!r} is no bandwidth; expected more than 0, such as 10gbit")
+    return found
 
 
 def seconds(text: str) -> float:

@@ -133,6 +133,14 @@ def test_a_closed_pipe_prints_no_traceback():
     assert done.stderr == ""
 
 
+def test_a_full_disk_is_a_usage_error_without_a_traceback(tmp_path):
+    command = f'ulimit -f 0; exec "{sys.executable}" -m qcomp info > "{tmp_path}/full"'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "the output cannot be written: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_closed_stdout_is_no_error(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2}\n')
     command = f'"{sys.executable}" -m qcomp show "{tmp_path}/log.jsonl" >&-'

@@ -64,6 +64,7 @@ def test_ranks_of_one_node_share_one_link(simulated):
     cluster = probe(simulated, 3, hosts=list("aaa"))[0].cluster
     assert (cluster.ranks, cluster.ranks_per_node, cluster.nodes) == (3, 1, 3)
     assert cluster.link.bandwidth == pytest.approx(TRUE["bandwidth"], rel=1e-9)
+    assert [probe(simulated, 2, hosts=list(hosts))[0].on_one_node for hosts in ("aa", "ab")] == [True, False]
 
 
 def test_a_network_of_another_speed_is_distinguished(simulated):
@@ -174,7 +175,7 @@ def test_one_rank_measures_all_but_the_link():
 
 class TestFile:
     MEASURED = Measured(
-        Cluster(4, Link(1e8, 1e-4, streams=2.0), ranks_per_node=2), CPU, 0.25, {"latency": (1e-4, 2e-4)}
+        Cluster(4, Link(1e8, 1e-4, streams=2.0), ranks_per_node=2), CPU, 0.25, {"latency": (1e-4, 2e-4)}, True
     )
 
     @pytest.mark.parametrize("measured", [MEASURED, Measured(None, CPU)], ids=["all", "little"])

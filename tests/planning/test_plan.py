@@ -93,6 +93,24 @@ class TestPredicting:
         larger = Cluster(64, cluster.link, ranks_per_node=2)
         assert more == advise(job(25_000_000, 0.1, tensors=200), larger, machine).text + "\n"
 
+    def test_the_link_inside_a_node_is_not_taken_for_one_between_nodes(self, capsys, tmp_path):
+        path = tmp_path / "measured.json"
+        Measured(Cluster(2, Link(1e9, 1e-5)), CPU, 0.25, on_one_node=True).save(path)
+        given = ["plan", "--params", "25M", "--measured", str(path)]
+        assert "--ranks is 64, but the 2 measured ranks share a node" in refused(
+            capsys, *given, "--ranks", "64"
+        )
+        for fits in ((), ("--ranks", "2"), ("--ranks", "64", "--link", "10gbit")):
+            assert "ompress" in printed(capsys, *given, *fits)
+
+    @pytest.mark.parametrize("name", ["", "folder"])
+    def test_a_picture_needs_the_name_of_a_file(self, capsys, tmp_path, monkeypatch, name):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "folder").mkdir()
+        told = refused(capsys, *EXAMPLE, "--picture", name)
+        assert f"--picture is {name!r}; expected the name of a file" in told
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
     @pytest.mark.slow
     def test_a_picture(self, capsys, tmp_path):
         pytest.importorskip("matplotlib")
@@ -135,7 +153,7 @@ class TestPredicting:
         (["--latency", "25"], "'25' is not understood; expected a time such as 25us"),
         (["--ranks", "0"], "--ranks is 0; expected at least 1"),
         (["--ranks-per-node", "5"], "--ranks-per-node is 5; expected a divisor of 64 ranks"),
-        (["--compute-ms", "-1"], "--compute-ms is -1.0; expected seconds"),
+        (["--compute-ms", "-1"], "--compute-ms is -1; expected milliseconds"),
         (["--overlap", "2"], "--overlap is 2.0; expected a share"),
         (["--warmup", "-0.5"], "--warmup is -0.5; expected a share"),
         (["--compressor", "zip"], "there is no compressor 'zip'"),
@@ -145,7 +163,7 @@ class TestPredicting:
         (["--picture", "plan.nonsense"], "--picture is 'plan.nonsense'; "),
         (["--picture", "/no/such/plan.png"], "--picture is '/no/such/plan.png'; "),
         (["--inside", "0gbit"], "--inside is 0.0; "),
-        (["--link", "0gbit"], "--link is 0.0; expected bytes a second"),
+        (["--link", "0gbit"], "'0gbit' is no bandwidth; expected more than 0"),
         (["--streams", "0"], "--streams is 0.0; expected a number of ranks"),
         (["--exact", "400M"], "--exact is 400000000; expected 0 to 350000000"),
         (["--matrix", "1024"], "'1024' is not understood; expected rows and columns such as 1024x4096"),
@@ -238,9 +256,11 @@ class TestMeasuring:
         done = mpirun(2, ["-m", "mpi4py", "-m", "qcomp.cli", *self.SMALL, *options])
         assert done.stdout.count("in each direction at once") == 1
         assert done.stdout.count("ompress") >= 1
-        cluster = Measured.load(out).cluster
-        assert cluster.ranks == 2
-        assert cluster.link.bandwidth > 1e6
+        assert "2 ranks, all on one node: the link is the one inside it" in done.stdout
+        measured = Measured.load(out)
+        assert measured.on_one_node
+        assert measured.cluster.ranks == 2
+        assert measured.cluster.link.bandwidth > 1e6
 
 
 class TestOut:
