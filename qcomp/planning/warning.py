@@ -34,7 +34,8 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
         are as large as possible, but not larger than the measured ones.
     measured : Measured
         From `measure`, or from a file of ``qcomp plan --measure``. With one rank there is no warning, nor if nothing
-        can be predicted since the optimizer's compressors or computations were not measured.
+        can be predicted since the optimizer's compressors or computations were not measured, or the link between nodes
+        was not: the measured ranks shared a node, and ``comm`` has more.
 
     Warns
     -----
@@ -57,6 +58,8 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     ['compressed', 'compressed']
     """
     if measured.cluster is None or comm.size == 1 or comm.rank != 0 or optimizer.mean.lossless:
+        return
+    if measured.on_one_node and comm.size > measured.cluster.ranks:
         return
     cluster, machine = _resized(measured.cluster, comm.size), measured.machine
     shapes = tuple(tuple(p.shape) for p in as_tensors(params, "params"))

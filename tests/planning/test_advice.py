@@ -159,12 +159,12 @@ def test_an_uncompressed_method_is_needed():
 
 
 class TestWarning:
-    def warned(self, cluster, optimizer, n=2, size=100_000, machine=CPU):
+    def warned(self, cluster, optimizer, n=2, *, size=100_000, machine=CPU, on_one_node=False):
         """Return the warnings of all ranks with this measurement."""
 
         def rank_main(comm):
             params = np.zeros(size, dtype=np.float32)
-            warn_if_slower(optimizer, params, comm, Measured(cluster, machine))
+            warn_if_slower(optimizer, params, comm, Measured(cluster, machine, on_one_node=on_one_node))
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -194,6 +194,10 @@ class TestWarning:
     def test_uses_the_number_of_ranks_of_the_job(self):
         (message,) = self.warned(self.FAST, self.SGD, n=3)
         assert "on 3 ranks" in message
+
+    def test_is_silent_if_the_link_between_nodes_was_not_measured(self):
+        found = [self.warned(self.FAST, self.SGD, n=n, on_one_node=True) for n in (2, 3)]
+        assert [len(messages) for messages in found] == [1, 0]
 
     def test_knows_factors_and_owners(self):
         """The only matrix of Muon has one owner, which needs as long as all ranks would; and it is sent twice."""
