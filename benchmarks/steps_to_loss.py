@@ -168,7 +168,9 @@ def _race(studies: Path) -> list[dict[str, Any]]:
     With 4 ranks methods were trained only at the rate that is best for themselves with 2 ranks, and this counts.
     """
     rows = plan.whole(plan.read(studies / "loss" / "curves.jsonl"))
-    runs: dict[tuple[int, str, str], dict[float | None, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    runs: dict[tuple[int, str, str], dict[float | None, dict[int, Any]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for row in rows:
         if plan.final(row) < float("inf"):
             runs[row["ranks"], row["task"], row["method"]][row["rate"]][row["seed"]] = row
