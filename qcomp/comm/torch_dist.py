@@ -162,6 +162,7 @@ class TorchCommunicator(Verbs):
         self.bytes_sent = 0
         self.timeout = timeout
         self._closed: str | None = None
+        self._under_way: dict[int, list[Any]] = {}
         self._gloo = _connect(store, rank=rank, size=size, timeout=timeout)
         self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
         self._waiter = Waiter()
@@ -197,6 +198,8 @@ class TorchCommunicator(Verbs):
         exchange = TorchExchange(self, verb, send, tensors, sizes, on_device=self._device is not None)
         with self.closing_on_failure(verb, exchange):
             exchange.start(in_turn=in_turn)
+        # The caller may drop an exchange. If its receives were cancelled, its messages would reach the next exchange.
+        self._under_way[exchange.number] = exchange.works
         self.bytes_sent += sum(tensors[peer].shape[0] for peer in exchange.peers)
         return exchange
 
@@ -225,6 +228,7 @@ class TorchCommunicator(Verbs):
     def end(self, exchange: int) -> None:
         """Take note that an exchange is complete."""
         self._lifelines.complete(exchange)
+        self._under_way.pop(exchange, None)
 
     def _share(self, text: bytes) -> list[bytes]:
         """Return the texts of all ranks."""

@@ -100,7 +100,7 @@ class TorchExchange:
         self.peers = [(comm.rank + k) % n for k in range(1, n)]
         self._sizes = sizes
         self._moves_on_device = on_device
-        self._number = comm.begin()
+        self.number = comm.begin()
         self._deadline = 0.0
         sent = [tensor.shape[0] for tensor in tensors]
         self._header = torch.from_numpy(header(verb, sent, sizes))
@@ -146,9 +146,14 @@ class TorchExchange:
                 self._send_payload(peer)
         else:
             self._deadline = time.monotonic() + comm.timeout
-            comm.attend(self._number, self._verb, self._read_headers, lambda: None)
+            comm.attend(self.number, self._verb, self._read_headers, lambda: None)
             sends = {peer: self._tensors[peer] for peer in peers}
             self._on_device = comm.post_on_device(self._received, sends)
+
+    @property
+    def works(self) -> list[Any]:
+        """The transfers in host memory that are under way. gloo cancels those that nothing refers to."""
+        return [*self._receiving_headers.values(), *self._receiving.values(), *(w for _, w in self._sending)]
 
     def _receive(self, tensor: Any, peer: int, tag: int) -> Any:
         try:
@@ -169,7 +174,7 @@ class TorchExchange:
 
     def _gone(self, peer: int) -> CommunicatorError:
         return CommunicatorError(
-            self._comm.cause(self._number, self._verb)
+            self._comm.cause(self.number, self._verb)
             or f"{self._verb}: rank {peer} has finished, died or given up: its connection is closed"
         )
 
@@ -186,11 +191,11 @@ class TorchExchange:
         # A rank's own share is copied too, since received data never shares memory with sent data. The copy
         # is made while the other data travels.
         own = self._comm.attend(
-            self._number, self._verb, self._finish_on_host, self._tensors[self._comm.rank].clone
+            self.number, self._verb, self._finish_on_host, self._tensors[self._comm.rank].clone
         )
         for work in self._on_device:
             work.wait()  # the current stream waits, not this thread
-        self._comm.end(self._number)
+        self._comm.end(self.number)
         received = self._received | {self._comm.rank: own}
         return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
 

@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
+from qcomp.core.checkpoint.schema import shown
 from qcomp.core.mean.stages import AllGather, Stages, drive
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
@@ -28,6 +29,7 @@ from qcomp.torch.buffers import average_stages
 from qcomp.torch.optimizer import AveragingOptimizer, communicator
 from qcomp.torch.parameters import require_memory_of_its_own
 from qcomp.torch.products import plain_products
+from qcomp.torch.saved import of_rank, rank_of
 
 __all__ = ["OuterLoop", "Trained"]
 
@@ -157,10 +159,15 @@ class OuterLoop:
         return self._state
 
     def remove(self) -> None:
-        """Take the hooks off the optimizers, which then train this rank alone."""
+        """Take the hooks off the optimizers, which then train this rank alone, and wait for messages under way."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         _LOOPED.difference_update(self._trained.optimizers)
+        if self._running is not None:
+            self._running.close()
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the shared parameters by name, the same on all ranks in every step.
@@ -172,11 +179,15 @@ class OuterLoop:
         return dict(zip(trained.names, self._loop.shared(trained.values(), self._state), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything of this rank's loop and its parameters, as `qcomp.OuterLoop.state_dict` does.
+        """Return everything of this rank's loop and its parameters, what `qcomp.OuterLoop.state_dict` returns.
 
-        Every rank saves its own dict, with those of its optimizers and, for buffers, that of its model.
+        Every rank saves its own dict, with those of its optimizers and, for buffers, that of its model. It has one key,
+        such as "rank 0 of 2", so torch.distributed.checkpoint keeps the states of all ranks.
         """
-        return self._loop.state_dict(self._trained.values(), self._state)
+        whole = self._loop.state_dict(self._trained.values(), self._state)
+        own = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in whole.items()}
+        # torch.distributed.checkpoint reads a tuple whole, not into these arrays before anything is checked.
+        return {of_rank(self._state.rank, self._state.size): (own,)}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -186,7 +197,8 @@ class OuterLoop:
         Parameters
         ----------
         state_dict : dict, or list of dict
-            This rank's own, or those of all ranks that saved, see `qcomp.OuterLoop.load_state_dict`.
+            This rank's own, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or those of
+            all ranks that saved, see `qcomp.OuterLoop.load_state_dict`.
         strict : bool
             As for `qcomp.OuterLoop.load_state_dict`.
 
@@ -196,8 +208,9 @@ class OuterLoop:
             As for `qcomp.OuterLoop.load_state_dict`; nothing has changed then.
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
+        saved = with_plain_names(_states_in(state_dict, self._comm.size))
         params, state = self._loop.load_state_dict(
-            with_plain_names(state_dict), like, self._comm, self._trained.names, strict=strict
+            saved, like, self._comm, self._trained.names, strict=strict
         )
         self._trained.write(params)
         self._state = state
@@ -263,6 +276,22 @@ class OuterLoop:
         drive(self._trained.buffer_stages(self._loop, before, state), self._comm)
         self._trained.write(params)
         self._state = state
+
+
+def _states_in(saved: Any, size: int) -> Any:
+    """Return the state of the core in what one of ``size`` ranks has saved, or a list; flat in earlier releases."""
+    if isinstance(saved, Sequence) and not isinstance(saved, str | bytes):
+        of_each = [_states_in(one, 0) for one in saved]
+        return [state for found in of_each for state in (found if isinstance(found, list) else [found])]
+    if not isinstance(saved, Mapping) or not all(map(rank_of, saved)):
+        return saved
+    states = []
+    for key, value in saved.items():
+        if not (isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], Mapping)):
+            raise ValueError(f"state_dict has {shown(value)} under {key!r}; expected a tuple of one dict")
+        states.append(value[0])
+    is_own = len(states) == 1 and next(iter(saved)).endswith(f" of {size}")
+    return states[0] if is_own else states
 
 
 class _StepCalls:

@@ -141,6 +141,51 @@ def test_a_refusal_leaves_communicator_and_state_usable():
     assert one == other
 
 
+class Losing(Slow):
+    """Loses the other ranks in an exchange, counted from 0."""
+
+    def __init__(self, comm, at):
+        super().__init__(comm)
+        self.left = at
+
+    def start(self, request):
+        self.left -= 1
+        if self.left < 0:
+            raise qcomp.CommunicatorError("lost")
+        return super().start(request)
+
+
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_lost_rank_is_an_error_of_the_step_that_needs_it(at):
+    """A rank that has made its last step sends no more, and the others may be behind."""
+    loop = qcomp.OuterLoop(every=4, delay=3, compressor=SIGN, exact=LARGE)
+    running = Overlapped(loop, Losing(qcomp.comm.LocalCommunicator.alone(), at))
+    params = begun()
+    state = loop.init(params, running.comm)
+    for _ in range(10):  # an exchange has three messages; the second is under way
+        params, state = running.step(params, state)
+    assert running.comm.left == -1
+    with pytest.raises(qcomp.CommunicatorError, match="lost"):
+        running.step(params, state)
+    assert state.step == 10
+
+
+def test_closing_waits_for_what_was_started():
+    loop = qcomp.OuterLoop(every=4, delay=3, compressor=SIGN, exact=LARGE)
+
+    def rank_main(comm):
+        running = Overlapped(loop, Slow(comm))
+        params = begun()
+        state = loop.init(params, comm)
+        for _ in range(4):
+            params, state = running.step(params, state)
+        before = len(running.comm.waiting)
+        running.close()
+        return before, len(running.comm.waiting)
+
+    assert run_local(2, rank_main, timeout=20) == [(2, 0)] * 2
+
+
 def test_the_order_of_messages_depends_only_on_steps():
     """Two fragments are under way at once; each step moves each of them on by one message."""
     loop = qcomp.OuterLoop(every=4, delay=3, fragments=2, compressor=SIGN, exact=LARGE)

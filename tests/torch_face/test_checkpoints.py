@@ -249,3 +249,59 @@ told(made("OneBitAdam"), flat)
         assert len(lines) == len(expected), lines
         for line, text in zip(lines, expected, strict=True):
             assert text in line
+
+
+@pytest.mark.slow
+def test_outer_loops_of_all_ranks_are_kept(said, tmp_path):
+    """In the middle of a round, where ranks have parameters of their own; then on another number of ranks."""
+    head = f"""
+path = {str(tmp_path)!r}
+warnings.filterwarnings("ignore", "a state of 2 ranks resumes with")
+
+def begun():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(60, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = qcomp.OuterLoop(every=4, compressor=qcomp.ScaledSign(), exact=None)
+    return model, optimizer, qcomp.torch.OuterLoop(model, optimizer, loop)
+
+def trained(model, optimizer, steps):
+    for step in steps:
+        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(100 * me + step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+def held(model):
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+"""
+    said(
+        2,
+        head
+        + """
+model, optimizer, outer = begun()
+trained(model, optimizer, range(6))
+dcp.save({"outer": outer}, checkpoint_id=path)
+torch.save(outer.state_dict(), f"{path}/{me}.pt")
+trained(model, optimizer, range(6, 10))
+again, optimizer, other = begun()
+dcp.load({"outer": other}, checkpoint_id=path)
+trained(again, optimizer, range(6, 10))
+assert held(again) == held(model)
+""",
+    )
+    for ranks in (1, 3):
+        said(
+            ranks,
+            head
+            + """
+model, optimizer, outer = begun()
+dcp.load({"outer": outer}, checkpoint_id=path, planner=qcomp.torch.LoadPlanner())
+twin, optimizer, other = begun()
+other.load_state_dict([torch.load(f"{path}/{old}.pt") for old in range(2)])
+assert outer.core_state.step == 6
+for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+    torch.testing.assert_close(one, two)  # the ranks have summed in another order
+assert any(x.any() for x in outer.core_state.exchange.worker)
+""",
+        )

@@ -367,7 +367,7 @@ class TestCompiledModels:
         train(model, optimizer, range(3, 6))
         if then == "earlier":
             names = {"0.weight": "_orig_mod.0.weight", "2.weight": "_orig_mod.2._orig_mod.weight"}
-            saved = renamed(saved, names.get)
+            saved = renamed(saved["rank 0 of 1"][0], names.get)
             assert "worker_residual._orig_mod.0.weight" in saved
         other = self.model(wrap)
         optimizer, loop = begun(other)

@@ -298,6 +298,9 @@ def test_an_optimizer_has_one_loop():
         qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
     outer.remove()
     qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
+    outer.remove()  # once more, which takes nothing from the other loop
+    with pytest.raises(ValueError, match="optimizer 0 has an OuterLoop already"):
+        qcomp.torch.OuterLoop(model, optimizer, PLAIN, comm=comm)
 
 
 @pytest.mark.parametrize("how", ["thawed", "added"])

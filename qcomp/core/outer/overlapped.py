@@ -45,6 +45,7 @@ class Overlapped:
     -----
     A state has the outer gradients under way, so it can be saved at any step. After loading a state, and after an
     error, the exchange runs again when its result is applied. Ranks must all use this class, or all `OuterLoop.step`.
+    A lost rank is an error of the step that applies a result, since a rank that has made its last step sends no more.
 
     Examples
     --------
@@ -108,6 +109,10 @@ class Overlapped:
                 self._flights[fragment] = _Flight(self.loop, after, fragment, self.comm)
         return result, after
 
+    def close(self) -> None:
+        """Drop the exchanges under way, after their messages, so that the communicator stays usable."""
+        self._discard(None)
+
     def _discard(self, state: OptimizerState | None) -> None:
         """Drop the exchanges that do not belong to a state, and wait until they are over."""
         for fragment, flight in list(self._flights.items()):
@@ -129,7 +134,8 @@ class _Flight:
         self._begun: list[Arriving] = []
         self._arrived: Sequence[Array] | None = None
         self._result: Means | None = None
-        self._go_on()
+        self._failure: CommunicatorError | None = None
+        self.advance()
 
     def is_of(self, state: OptimizerState) -> bool:
         """Return whether a state has this fragment under way, with the same outer gradients."""
@@ -139,12 +145,17 @@ class _Flight:
         return all(self._arrays[i] is sent[i] for i in self._members)
 
     def advance(self) -> None:
-        """Wait for the message under way, and start the next."""
-        if self._result is None:
-            self._go_on()
+        """Wait for the message under way, and start the next; `finish` raises if a rank is lost."""
+        if self._result is None and self._failure is None:
+            try:
+                self._go_on()
+            except CommunicatorError as error:
+                self._failure = error
 
     def finish(self) -> Means:
         """Return the result, after all messages."""
+        if self._failure is not None:
+            raise self._failure
         while self._result is None:
             self._go_on()
         return self._result
