@@ -118,6 +118,11 @@ class Compressor(ABC):
     def spec(self) -> str:
         """The spec string, from which `qcomp.compressor` makes an equal compressor."""
         inner = [str(v) for f in fields(self) if isinstance(v := getattr(self, f.name), Compressor)]
+        if len(inner) > 1:
+            raise TypeError(
+                f"{type(self).__name__} has {len(inner)} compressors as fields; expected at most one, since a spec "
+                "string has a place for one: define spec"
+            )
         options = [
             f"{f.name}={v}" for f in fields(self) if not isinstance(v := getattr(self, f.name), Compressor)
         ]

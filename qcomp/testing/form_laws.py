@@ -144,6 +144,10 @@ def siblings(compressor: Compressor) -> Iterator[Compressor]:
             others = tuple(number for number in (2 * value, value // 2, value + 1) if number != value)
         elif isinstance(value, float):
             others = (value / 2, value + 0.125)
+        elif isinstance(value, str):
+            others = (value + "a",)
+        elif isinstance(value, Compressor):
+            others = tuple(siblings(value))
         for other in others:
             try:
                 sibling = replace(compressor, **{field.name: other})

@@ -92,6 +92,22 @@ def _all_keys(bucket_size: int) -> Iterator[Key]:
             if part == "bucket" and number >= 1 << room:
                 continue
             yield _BASE._replace(**{part: number})
+    for part, bits in _BITS.items():  # parts that are packed into one number must not carry into each other
+        for more in (
+            *(1 << bit for bit in range(min(bits, 25))),
+            10,
+            31,
+            37,
+            100,
+            101,
+            127,
+            255,
+            257,
+            1000,
+            10**4,
+            10**6,
+        ):
+            yield _BASE._replace(**{part: getattr(_BASE, part) + more})
     for first, second in combinations(_PARTS, 2):
         for a in range(3):
             for b in range(3):
@@ -125,9 +141,13 @@ def draws_are_independent(case: Case) -> None:
     This is checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector. Draws of neighbouring
     keys are not shifted against each other, and neighbouring buckets are uncorrelated.
     """
-    if not case.compressor.traits.random:
-        return
-    plain = case.plain
+    for each in case.of_shapes:
+        if each.compressor.traits.random:
+            _require_independent(each.plain)
+
+
+def _require_independent(plain: Case) -> None:
+    """Raise AssertionError if draws of different keys or buckets are not independent."""
     _check_neighbours(plain)
     size = max(8192, min(plain.compressor.traits.bucket_size, 16_384))
     rng = np.random.default_rng(16)

@@ -73,13 +73,16 @@ class _Situation:
 
 def unbiased(case: Case) -> None:
     """E C(v) = v in every situation: the mean over draws deviates only by chance."""
-    traits = case.compressor.traits
-    if not traits.unbiased:
-        return
-    if not traits.random:
-        _require_equal(case)
-        return
-    case = case.plain
+    for each in case.of_shapes:
+        traits = each.compressor.traits
+        if traits.unbiased and not traits.random:
+            _require_equal(each)
+        elif traits.unbiased:
+            _require_unbiased(each.plain)
+
+
+def _require_unbiased(case: Case) -> None:
+    """Raise AssertionError if the mean over draws deviates more than by chance."""
     for situation in _situations(case):
         if not case.takes(situation.x):
             continue

@@ -192,10 +192,15 @@ def gradients_are_averaged(case: OptimizerCase) -> None:
 
 
 def equal_ranks_move_as_one(case: OptimizerCase) -> None:
-    """Without a loss by compression, two ranks with the same gradients move like one rank alone."""
-    exact = _without_loss(case)
-    if exact is None:
-        return
+    """Without a loss by compression, two ranks with the same gradients move like one rank alone, also with decay."""
+    for each in (case, case.having(weight_decay=0.5)):
+        exact = None if each is None else _without_loss(each)
+        if exact is not None:
+            _require_moves_as_one(exact)
+
+
+def _require_moves_as_one(exact: OptimizerCase) -> None:
+    """Raise AssertionError unless two ranks with the same gradients move like one."""
     alone, two = exact.start(1), exact.start(2)
     for step in range(STEPS):
         alone.step(step)

@@ -11,7 +11,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
 from qcomp.testing.means import NODES, SPECS, World, average, inputs
 from qcomp.testing.promises import Attempt, Contract
-from qcomp.testing.topology_laws import TOPOLOGY_LAWS
+from qcomp.testing.topology_laws import OF_MANY_RANKS, TOPOLOGY_LAWS
 
 __all__ = ["check_topology", "same_as_on_numpy", "topology_contract", "worlds_of"]
 
@@ -58,8 +58,13 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
     """Return the laws about a topology."""
     register(topology)
     worlds = worlds_of(topology, thorough=thorough)
+    many = World(topology.name, tuple(range(17)))
     groups: list[Sequence[Attempt]] = [
-        [(law.__name__, partial(_in_each, law, worlds)) for law in group] for group in TOPOLOGY_LAWS
+        [
+            (law.__name__, partial(_in_each, law, [*worlds, many] if law in OF_MANY_RANKS else worlds))
+            for law in group
+        ]
+        for group in TOPOLOGY_LAWS
     ]
     if xp is not np:
         on = World(topology.name, worlds[-1].nodes)

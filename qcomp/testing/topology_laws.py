@@ -35,7 +35,7 @@ from qcomp.testing.means import (
 )
 from qcomp.testing.turns import bytes_to_others, lockstep, watched
 
-__all__ = ["TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
+__all__ = ["OF_MANY_RANKS", "TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
 
 
 def ranks_agree(world: World) -> None:
@@ -52,9 +52,9 @@ def ranks_agree(world: World) -> None:
 
 def exact_without_loss(world: World) -> None:
     """With a lossless compressor the result is the mean, up to the rounding of the additions, in its own memory."""
-    for feedback in (True, False):
+    for feedback, shapes in ((True, SHAPES), (False, SHAPES), (False, ((2**17 + 7,),))):
         mean = world.mean("identity", feedback=feedback)
-        values = world.values(0)
+        values = world.values(0, shapes=shapes)
         states = world.start(mean, values[0])
         assert not any((*s.worker, *s.server) for s in states), (
             "residuals are kept for a compressor that loses nothing"
@@ -452,3 +452,6 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
     ),
 )
 """The laws about a topology, in groups; later ones rely on earlier ones."""
+
+OF_MANY_RANKS: tuple[TopologyLaw, ...] = (exact_without_loss, draws_have_keys_of_their_own)
+"""The laws that are also checked with 17 ranks."""

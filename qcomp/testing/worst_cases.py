@@ -104,6 +104,9 @@ def _full_buckets(case: Case) -> Iterator[_Found]:
         order = np.argsort(ratios)[::-1]
         for index in order[:3]:
             yield _measure(case, rows[index], f"{_describe(rows[index])} in {dtype}")
+        if dtype == "float32" and not case.compressor.traits.random:
+            worst = _worst_of_two_values(case, length)
+            yield _measure(case, worst, _describe(worst))
         if dtype == "float32":
             worst = _ascend(case, rows[order], ratios[order])
             yield _measure(case, worst, f"{_describe(worst)}, found by ascent")
@@ -172,6 +175,21 @@ def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
             best_ratios = _expected(case, best, draws=32)  # new draws, so that lucky rows do not stay
     worst: Array = best[int(np.argmax(best_ratios))]
     return worst
+
+
+def _worst_of_two_values(case: Case, length: int) -> Array:
+    """Return the worst vector (1, p, ..., p): the worst p is often halfway between two values that the result can have.
+
+    The second search is between the neighbours of the first one's result.
+    """
+    values = np.geomspace(1e-4, 1.0, 256)
+    for _ in range(2):
+        rows = np.repeat(values[:, None], length, axis=1).astype(np.float32)
+        rows[:, 0] = 1.0
+        worst = int(np.argmax(_expected(case, rows, draws=1)))
+        values = np.linspace(values[max(0, worst - 1)], values[min(255, worst + 1)], 256)
+    found: Array = rows[worst]
+    return found
 
 
 def _changed(row: Array, rng: np.random.Generator) -> Array:

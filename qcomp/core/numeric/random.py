@@ -282,6 +282,11 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
     A Philox block yields four words, hence eight draws. With W the length of a bucket over 8, draw d of block
     ``bucket * bucket_size / 8 + j`` belongs to element d*W + j, the low half of word d // 2 first. So one lane
     owns one block, eight strided elements and one byte of every bit plane.
+
+    Raises
+    ------
+    ValueError
+        If rows are longer than ``bucket_size``: then neighbouring rows would share draws.
     """
     if _replacement.get() is not None:
         return _replaced(key, block, like)
@@ -314,6 +319,11 @@ def _replaced(key: Key, block: Block, like: Array) -> Array:
 def _draws(
     words_of_key: tuple[Any, Any], hop: Any, bucket: Any, *, block: Block, bucket_size: int, like: Array
 ) -> Array:
+    if block.rows > 1 and bucket_size // 8 * 8 < block.length:
+        raise ValueError(
+            f"bucket_size is {bucket_size}; expected a multiple of 8, and at least the {block.length} elements of a "
+            "row: neighbouring rows would share draws"
+        )
     xp = array_namespace(like)
     width = block.length // 8
     lanes = xp.reshape(xp.arange(width, dtype=xp.int32, device=device(like)), (1, width))
