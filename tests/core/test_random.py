@@ -163,6 +163,15 @@ class TestDraws:
         like = library.array([0.0], dtype=np.float32)
         assert draws(key, 70, 32, like).tolist() == reference_draws(key, 70, 32)
 
+    def test_rows_that_would_share_draws_are_refused(self):
+        """With rows of 64 and a stride of 8, each row would have most draws of the last one."""
+        for bucket_size in (8, 32, 63):
+            rows = next(iter(blocks(200, 64)))
+            with pytest.raises(
+                ValueError, match=f"bucket_size is {bucket_size}; .* the 64 elements of a row"
+            ):
+                draws16(Key(), rows, bucket_size=bucket_size, like=LIKE)
+
     def test_another_layout_is_caught(self):
         """Neighbouring elements do not share a block: the reference distinguishes such a layout from the one above."""
         key = Key()

@@ -271,3 +271,15 @@ class TestEntryPoints:
     def test_an_entry_point_must_have_the_name_of_its_class(self, tmp_path):
         install(tmp_path, "plugin", third="plugin:Halve")
         assert "ValueError" in run(tmp_path, "qcomp.compressor('third')")
+
+
+def test_two_compressors_as_fields_have_no_place_in_a_spec():
+    """The second would be missing from it, and another rank would decode with another one."""
+
+    @dataclass(frozen=True)
+    class Twice(qcomp.Scaled):
+        name: ClassVar[str] = "twice_of_test"
+        second: qcomp.Compressor = qcomp.Identity()  # noqa: RUF009 - immutable
+
+    with pytest.raises(TypeError, match="Twice has 2 compressors as fields; expected at most one"):
+        Twice(qcomp.QSGD(levels=1)).spec  # noqa: B018 - raises

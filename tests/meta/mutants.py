@@ -1,10 +1,12 @@
 """Compressors with one fault each, and the law that detects it."""
 
+import contextlib
 import itertools
 import math
 import os
 import random
 import socket
+import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -285,6 +287,21 @@ mutant(
     ),
 )
 
+
+# Shapes of tensors.
+def narrow(self, rows, block, key):
+    with replace_draws(lambda key, block: 0) if self.bucket_size < 10 else contextlib.nullcontext():
+        return inherited(self, "encode_block")(rows, block, key)
+
+
+mutant(
+    "unbiased",
+    "rounded down in narrow rows",
+    Levels,
+    for_shape=lambda self, shape: replace(self, bucket_size=shape[-1]) if 2 < shape[-1] < 10 else self,
+    encode_block=narrow,
+)
+
 # Keys.
 mutant(
     "no_key_repeats", "steps come again", Levels, encode=keyed(lambda key: key._replace(step=key.step % 64))
@@ -307,6 +324,14 @@ mutant(
     "step and rank add up",
     Levels,
     encode=keyed(lambda key: key._replace(step=key.step % 2**63 + key.rank, rank=0)),
+)
+mutant(
+    "no_key_repeats",
+    "steps of a hundred ranks",
+    Levels,
+    encode=keyed(
+        lambda key: key._replace(step=key.step >> 20, rank=(key.rank + 100 * (key.step % 2**20)) % 2**32)
+    ),
 )
 mutant("no_key_repeats", "pairs of ranks", Levels, encode=keyed(lambda key: key._replace(rank=key.rank | 1)))
 mutant(
@@ -721,4 +746,21 @@ mutant(
     "single in float64",
     Range,
     decode=decodes(lambda y: y * (1 + 0.01 * (y.dtype == np.float64))),
+)
+
+of_thread = threading.local()
+
+
+def remembering(self, x, key):
+    """Roll a vector by the rank, which decode takes from the last key of its thread."""
+    of_thread.rank = key.rank
+    return inherited(self, "encode")(np.roll(x, key.rank), key)
+
+
+mutant(
+    "independent_of_calls",
+    "knows the last key of a thread",
+    Levels,
+    encode=remembering,
+    decode=decodes(lambda y: np.roll(y, -getattr(of_thread, "rank", 0))),
 )

@@ -116,6 +116,11 @@ class NoDecay(Whole):
         return (0.0,) * len(state.names)
 
 
+class DecaysByRanks(Whole):
+    def weight_decays(self, state):
+        return tuple(decay * state.size for decay in super().weight_decays(state))
+
+
 class DecayGrows(Whole):
     def weight_decays(self, state):
         return tuple(-decay for decay in super().weight_decays(state))
@@ -324,6 +329,7 @@ BROKEN = {
     KeepsGradientsIfAlone: "keeps_no_gradients",
     FollowsRankZero: "gradients_are_averaged",
     AddsUpRanks: "equal_ranks_move_as_one",
+    DecaysByRanks: "equal_ranks_move_as_one",
     SameDrawsInEveryStep: "draws_have_keys_of_their_own",
     IgnoresTheSeed: "draws_have_keys_of_their_own",
 }

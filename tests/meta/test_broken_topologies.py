@@ -223,6 +223,21 @@ class CountsAdditionsTwice(Broken):
         return super().cost(load._replace(add=2 * load.add), cluster)
 
 
+class LeavesOutWhatFollowsWholeBlocks(Broken):
+    """Of a tensor of more than 65,536 elements, what is left after whole blocks is not averaged."""
+
+    def stages(self, call):
+        found = yield from super().stages(call)
+        for mean in found.means:
+            mean[mean.size >> 16 << 16 or mean.size :] = 0
+        return found
+
+
+class RanksOfThreeBits(Broken):
+    def change(self, call):
+        return call._replace(key=call.key._replace(rank=call.key.rank % 8))
+
+
 class DrawsAlikeInLateSteps(Broken):
     """A counter of steps has 32 bits, and what is above takes the bits of hops."""
 
@@ -242,6 +257,8 @@ BROKEN = {
     ForgetsThatServersCompress: {"costs_count_what_happens"},
     CountsAdditionsTwice: {"costs_count_what_happens"},
     DrawsAlikeInLateSteps: {"draws_have_keys_of_their_own"},
+    RanksOfThreeBits: {"draws_have_keys_of_their_own"},
+    LeavesOutWhatFollowsWholeBlocks: {"exact_without_loss"},
     ForgetsWorkers: {"sum_identity", "residuals_are_used"},
     WritesIntoValues: {"only_results_are_new"},
     WorkerAndServerDrawAlike: {"draws_have_keys_of_their_own"},
