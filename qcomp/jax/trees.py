@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from qcomp.core.handshake import handshake
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.stages import Transport
 from qcomp.core.numeric.arrays import is_traced
@@ -299,8 +300,14 @@ class PytreeMean:
             With the structure, shapes and dtypes of what will be averaged.
         comm : Communicator
             The ranks.
+
+        Raises
+        ------
+        MismatchError
+            On every rank, if the ranks have arrays of other paths, or in another order.
         """
         taken = Tree.of(tree, "tree")
+        handshake(comm, {"names": list(taken.names)}, like=taken.leaves[0])
         return PytreeMeanState(taken.names, self.mean.init(taken.leaves, comm))
 
     def __call__(

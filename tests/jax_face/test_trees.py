@@ -2,7 +2,9 @@
 
 import math
 import pickle
+from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -81,6 +83,22 @@ def test_a_mean_of_trees():
         return bits(found) == bits(expected)
 
     assert qcomp.comm.run_local(2, rank_main) == [True, True]
+
+
+def test_a_mean_of_other_trees_is_an_error_on_every_rank():
+    """Otherwise arrays of different names would be averaged with each other."""
+    of_trees = qcomp.jax.PytreeMean(qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=8)))
+    w, v = jnp.ones(9), jnp.full(9, 100.0)
+
+    def rank_main(comm, trees):
+        with pytest.raises(qcomp.MismatchError, match=r"names\[0\] is '.' on rank 0, but '.' on rank 1"):
+            of_trees.init(trees[comm.rank], comm)
+
+    for trees in (
+        [OrderedDict(w=w, v=v), OrderedDict(v=v, w=w)],
+        [{"a": w, "b": v}, {"b": w, "c": v}],
+    ):
+        qcomp.comm.run_local(2, partial(rank_main, trees=trees))
 
 
 def test_a_state_is_a_pytree_of_its_arrays():

@@ -1,5 +1,6 @@
 """Ranks with different settings all raise at init; the error says what differs and where."""
 
+import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -149,6 +150,24 @@ def test_equal_schedules_in_two_processes_agree():
         return replace(BASE, learning_rate=make()).init(PARAMS, comm, NAMES).step
 
     assert run_local(2, rank_main) == [0, 0]
+
+
+def test_functions_inside_other_settings_agree():
+    """The repr of a functools.partial has the address of its function; a set has no order of its own."""
+
+    def make(rank):
+        def schedule(rate, step):
+            return rate / (1 + step)
+
+        names = {"b*", "bi*"} if rank else ("b*", "bi*")
+        return {"learning_rate": functools.partial(schedule, 0.1), "exact": qcomp.ExactBelow(5, names)}
+
+    def rank_main(comm):
+        return replace(BASE, **make(comm.rank)).init(PARAMS, comm, NAMES).step
+
+    assert run_local(2, rank_main) == [0, 0]
+    made = [replace(BASE, **make(0)) for _ in range(2)]
+    assert repr(made[0].learning_rate) != repr(made[1].learning_rate)
 
 
 def test_policies_with_an_address_in_their_repr_agree():

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ _BYTES = 4
 _NOTHING = bytes(_BYTES)
 _SAMPLE = 4096
 """How many elements of each gradient are compared: gradients of different data differ in most elements."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""An address in a text, which differs between the processes of ranks."""
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
@@ -187,4 +190,6 @@ def _describe(value: object) -> str:
         return value.spec
     if hasattr(value, "__qualname__"):  # a function; its repr has an address
         return str(value.__qualname__)
-    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)
+    if type(value).__repr__ is object.__repr__:
+        return type(value).__qualname__
+    return _ADDRESS.sub("", repr(value))  # such as that of a function in a functools.partial

@@ -1,6 +1,6 @@
 """The policy that selects which tensors stay exact."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -81,7 +81,8 @@ class ExactBelow:
             raise ValueError(f"size is {self.size!r}; expected an integer, at least 0")
         if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
             raise TypeError(f"names is {self.names!r}; expected a sequence of str")
-        object.__setattr__(self, "names", tuple(self.names))
+        names = sorted(self.names) if isinstance(self.names, Set) else self.names  # alike on all ranks
+        object.__setattr__(self, "names", tuple(names))
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
         """Return whether each tensor stays exact."""
