@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qcomp.cli import bench, check, info, plan, show, warmup
-from qcomp.cli.output import UsageError
+from qcomp.cli.output import UsageError, write_no_more
 from qcomp.version import __version__
 
 __all__ = ["main", "make_parser"]
@@ -89,14 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, has left
-        _write_no_more()
+        write_no_more()
         return _UNHEARD
-    except OSError as error:  # such as a full disk
-        _write_no_more()
-        options.parser.error(f"the output cannot be written: {error}")
     return status
-
-
-def _write_no_more() -> None:
-    """Let Python write what is left of the output nowhere when it ends, since that would fail once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,6 +23,7 @@ __all__ = [
     "style_for",
     "table",
     "vector",
+    "write_no_more",
 ]
 
 
@@ -60,8 +61,25 @@ def style_for(stream: TextIO) -> Style:
 
 
 def say(text: str) -> None:
-    """Print a line without buffering."""
-    print(text, flush=True)  # noqa: T201
+    """Print a line without buffering.
+
+    Raises
+    ------
+    UsageError
+        If it cannot be written, as on a full disk.
+    """
+    try:
+        print(text, flush=True)  # noqa: T201
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        write_no_more()
+        raise UsageError(f"the output cannot be written: {error}") from error
+
+
+def write_no_more() -> None:
+    """Let Python write what is left of the output nowhere when it ends, since that would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(document: Any) -> None:

@@ -367,11 +367,12 @@ def _recommend(rows: Sequence[Row], cluster: Cluster, task: str | None) -> tuple
     run = "a run" if task is None else "a run to the same loss"
     charged = "" if task is None or best.measured else f", if it needs {UNMEASURED:g} steps for one, "
     if gain >= WORTHWHILE:
+        verb = "Exchange" if isinstance(best.time.method, OuterMethod) else "Compress with"
         shorter = f"a step {best.speedup / exact.speedup:.2f} times"
         if task is None or best.measured:
             return (
                 best,
-                f"Compress with {name}: {run} is {gain:.2f} times as fast as with {other}, {shorter}.",
+                f"{verb} {name}: {run} is {gain:.2f} times as fast as with {other}, {shorter}.",
             )
         return best, (
             f"Try {name}: {shorter} as fast as with {other}. How many steps it needs to the same loss is not measured; "

@@ -20,6 +20,8 @@ _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
 """The number of bits of each part that must affect the draws."""
 _BASE = Key(seed=1, step=2, tensor=3, rank=4)
+_STRIDES = (10, 31, 37, 100, 101, 127, 255, 257, 1000, 10_000, 10**6)
+"""Factors by which a part might be multiplied to make room for another, besides the powers of two."""
 _SIZE = 512
 _MEETINGS = 4
 """Large errors that two rows may have in the same places by chance."""
@@ -93,20 +95,7 @@ def _all_keys(bucket_size: int) -> Iterator[Key]:
                 continue
             yield _BASE._replace(**{part: number})
     for part, bits in _BITS.items():  # parts that are packed into one number must not carry into each other
-        for more in (
-            *(1 << bit for bit in range(min(bits, 25))),
-            10,
-            31,
-            37,
-            100,
-            101,
-            127,
-            255,
-            257,
-            1000,
-            10**4,
-            10**6,
-        ):
+        for more in [*_STRIDES, *(1 << bit for bit in range(min(bits, 25)))]:
             yield _BASE._replace(**{part: getattr(_BASE, part) + more})
     for first, second in combinations(_PARTS, 2):
         for a in range(3):
