@@ -290,7 +290,7 @@ mutant(
 
 # Shapes of tensors.
 def narrow(self, rows, block, key):
-    with replace_draws(lambda key, block: 0) if self.bucket_size < 10 else contextlib.nullcontext():
+    with replace_draws(lambda key, block: 0) if self.levels == 2 else contextlib.nullcontext():
         return inherited(self, "encode_block")(rows, block, key)
 
 
@@ -298,7 +298,7 @@ mutant(
     "unbiased",
     "rounded down in narrow rows",
     Levels,
-    for_shape=lambda self, shape: replace(self, bucket_size=shape[-1]) if 2 < shape[-1] < 10 else self,
+    for_shape=lambda self, shape: replace(self, levels=2) if len(shape) > 1 and shape[-1] < 10 else self,
     encode_block=narrow,
 )
 
