@@ -357,6 +357,22 @@ def test_removing_the_hooks_restores_the_optimizer():
     assert outer.core_state.step == 2
 
 
+@pytest.mark.parametrize(
+    "damaged", [{"rank 0 of 2": 3}, {"rank 0 of 2": (3,)}, {"rank 0 of 2": ()}, {}, [], 3, [3]]
+)
+def test_a_damaged_state_is_refused_on_every_rank(damaged):
+    def rank_main(comm):
+        model, _, outer = train(comm, PLAIN, 3)
+        saved, before = outer.state_dict(), [p.clone() for p in model.parameters()]
+        with pytest.raises((ValueError, TypeError, qcomp.MismatchError)) as caught:
+            outer.load_state_dict(saved if comm.rank else damaged)
+        assert all(map(torch.equal, before, model.parameters()))
+        outer.load_state_dict(saved)
+        return type(caught.value).__name__
+
+    assert run_local(2, rank_main, timeout=20)[1] == "MismatchError"
+
+
 def test_parameters_without_names_are_numbered():
     comm = qcomp.comm.LocalCommunicator.alone()
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
