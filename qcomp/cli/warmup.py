@@ -19,6 +19,8 @@ Kernels are compiled when they are first needed, which takes seconds to a minute
 numba's is in ~/.cache/qcomp. To compile once for all users of a container image or a shared disk, set NUMBA_CACHE_DIR
 and TRITON_CACHE_DIR to folders that these users share.
 
+Several of these commands at a time share the work: each compiles what the others have not begun.
+
 examples:
   qcomp warmup
   qcomp warmup --arrays torch --dtype float32,bfloat16
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             reports.append({"dtype": name, "kernels": kernels.name, "problem": problem})
             continue
         start = time.perf_counter()
-        rehearse([Identity(), *compressors], x, steps=True)  # steps average small tensors exactly
+        rehearse([*compressors, Identity()], x, steps=True)  # steps average small tensors exactly
         seconds = round(time.perf_counter() - start, 3)
         reports.append({"dtype": name, "kernels": kernels.name, "problem": None, "seconds": seconds})
     if options.json:

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 import stat
+import subprocess
 import sys
 
 import numba
@@ -120,7 +121,16 @@ class TestKernels:
         assert (second(21), hits(second)) == (42, 1)
         (folder,) = (caches / "qcomp").iterdir()
         assert folder.name.startswith(f"numba-{numba.__version__}-")
-        assert {path.suffix for path in folder.iterdir()} == {".nbi", ".nbc"}
+        assert {path.suffix for path in folder.iterdir()} == {".nbi", ".nbc", ".lock"}
+
+    def test_processes_that_start_together_compile_once(self, caches, tmp_path):
+        (tmp_path / "module_with_a_kernel.py").write_text(MODULE.format(factor=2))
+        code = "from module_with_a_kernel import times as t; t(21); print(sum(t.compiled.stats.cache_hits.values()))"
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        assert sorted(rank.communicate(timeout=100)[0].split() for rank in ranks) == [["0"], ["1"], ["1"]]
 
     def test_another_source_is_compiled_again(self, caches, times):
         """Its bytecode is the same; only a constant differs."""

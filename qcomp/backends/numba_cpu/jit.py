@@ -6,7 +6,8 @@ import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,11 @@ from numba.core import caching, cgutils
 from numpy.typing import NDArray
 
 from qcomp.backends.private_folder import private_folder
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Bytes", "Codes", "Floats", "Halves", "Kernel", "Longs", "Words", "borrow", "inline", "kernel"]
 
@@ -107,10 +113,13 @@ class Kernel:
                 self.function.__qualname__ = f"{self.function.__name__}_{_digest_of_sources()}"
                 dispatcher = numba.njit(**_OPTIONS)(self.function)
                 cache = _cache_of(self.function)
-                if cache is not None:
-                    _tell_once(cache.cache_path, self.function.__qualname__)
+                if cache is None:
+                    dispatcher.compile(signature)
+                else:
                     dispatcher._cache = cache
-                dispatcher.compile(signature)
+                    with _alone(cache.cache_path, self.function.__qualname__):
+                        _tell_once(cache.cache_path, self.function.__qualname__)
+                        dispatcher.compile(signature)
                 dispatcher.disable_compile()
                 self._compiled = dispatcher
             assert self._compiled is not None
@@ -177,6 +186,20 @@ def _folder() -> Path | None:
             "every process compiles its kernels anew: %s; set NUMBA_CACHE_DIR to a folder of your own", error
         )
         return None
+
+
+@contextmanager
+def _alone(cache: str, name: str) -> Iterator[None]:
+    """Wait while another process compiles a kernel, which is then read from the cache; ranks start at the same time.
+
+    On a disk without locks, each process compiles.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file = stack.enter_context(Path(cache, f"{name}.lock").open("w"))
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 _told = False
