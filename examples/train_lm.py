@@ -25,6 +25,7 @@ from lm.interrupt import StopRequest
 from lm.recipes import RECIPES, Settings, make_optimizer
 
 import qcomp
+from qcomp.cli.corpus import Corpus
 from qcomp.comm import Communicator
 
 
@@ -36,7 +37,6 @@ def main() -> int:
 
     # torch takes seconds to load, so wrong options and --help are handled first.
     from lm.checkpoint import CheckpointError, Checkpoints  # noqa: PLC0415
-    from lm.data import Corpus  # noqa: PLC0415
     from lm.report import report  # noqa: PLC0415
     from lm.train import share_the_cores, train  # noqa: PLC0415
 
@@ -108,8 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument
     add("--optimizer", choices=["all", *RECIPES], default="all", help=f"'all': one after the other {default}")
-    add("--steps", type=count, default=300, help=f"steps of each run {default}")
-    add("--batch", type=count, default=12, help=f"windows of 128 bytes per rank and step {default}")
+    add("--steps", type=count, default=120, help=f"steps of each run {default}")
+    add("--batch", type=count, default=8, help=f"windows of 128 bytes per rank and step {default}")
     add("--seed", type=natural, default=0, help=f"of initial parameters, batches and rounding {default}")
     add("--learning-rate", type=positive, help="peak of the schedule (default: what suits the optimizer)")
     add("--compressor", type=compressor_spec, metavar="SPEC", help="such as qsgd:levels=7,bucket_size=512")

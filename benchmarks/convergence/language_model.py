@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from convergence.task import Task
+from qcomp.cli.corpus import Corpus, training_batch, validation_windows
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-from lm.data import Corpus, training_batch, validation_windows
 from lm.model import LanguageModel
 
 __all__ = ["LanguageModelTask"]
@@ -47,11 +47,11 @@ class LanguageModelTask(Task):
     def loss(self, network: str, step: int) -> torch.Tensor:  # noqa: ARG002 - there is only one
         """Return the cross-entropy of random windows."""
         key = (self.seed, self.rank, step)
-        return self.model.loss(training_batch(self.data.train, BATCH, CONTEXT, key))
+        return self.model.loss(torch.from_numpy(training_batch(self.data.train, BATCH, CONTEXT, key)))
 
     def judge(self) -> float:
         """Return the cross-entropy of the validation windows."""
-        windows = validation_windows(self.data.validation, WINDOWS, CONTEXT)
+        windows = torch.from_numpy(validation_windows(self.data.validation, WINDOWS, CONTEXT))
         with torch.inference_mode():
             losses = [self.model.loss(part).item() for part in torch.split(windows, 32)]
         return sum(losses) / len(losses)

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-from lm.data import Corpus, training_batch, validation_windows
 from lm.model import LanguageModel
+
+from qcomp.cli.corpus import Corpus, training_batch, validation_windows
 
 __all__ = ["JUDGEMENTS", "TASKS", "Task"]
 
@@ -58,7 +59,7 @@ class Task:
 
     def draw(self, seed: int, rank: int, step: int) -> torch.Tensor:
         """Return the windows of a rank in a step."""
-        return training_batch(library().train, self.batch, self.context, (seed, rank, step))
+        return torch.from_numpy(training_batch(library().train, self.batch, self.context, (seed, rank, step)))
 
     def validate(self, model: LanguageModel, rank: int, size: int) -> float:
         """Return this rank's part of the validation loss, in nats a byte; the parts of all ranks add up."""
@@ -86,7 +87,7 @@ def library() -> Corpus:
 def windows(of: str, context: int) -> torch.Tensor:
     """Return windows of held-out files of the standard library, or of NumPy's sources, always the same ones."""
     data = library().validation if of == "validation" else other_files()
-    return validation_windows(data, WINDOWS[of], context)
+    return torch.from_numpy(validation_windows(data, WINDOWS[of], context))
 
 
 def other_files() -> np.ndarray:

@@ -13,10 +13,10 @@ import torch
 from tqdm import tqdm
 
 import qcomp
+from qcomp.cli.corpus import Corpus, training_batch, validation_windows
 from qcomp.comm import Communicator
 
 from .checkpoint import CheckpointError, Checkpoints
-from .data import Corpus, training_batch, validation_windows
 from .gather import gather
 from .interrupt import StopRequest
 from .model import LanguageModel
@@ -25,11 +25,11 @@ from .recipes import RECIPES, Settings, make_optimizer
 __all__ = ["CONTEXT", "History", "Run", "share_the_cores", "train"]
 
 CONTEXT = 128
-VALIDATION_WINDOWS = 256
-VALIDATION_BATCH = 32
-VALIDATIONS = 12
+LAYERS = 2
+VALIDATION_WINDOWS = 128
+VALIDATION_BATCH = 16
+VALIDATIONS = 6
 """Number of times that the validation loss is measured during a run, including its end."""
-
 
 DIAGNOSED_EVERY = 10
 """Steps between reports of `qcomp.Diagnostics`."""
@@ -76,8 +76,8 @@ class Trainer:
         self.settings = settings
         self.comm = comm
         self.corpus = corpus
-        self.validation = validation_windows(corpus.validation, VALIDATION_WINDOWS, CONTEXT)
-        self.model = LanguageModel(context=CONTEXT)
+        self.validation = torch.from_numpy(validation_windows(corpus.validation, VALIDATION_WINDOWS, CONTEXT))
+        self.model = LanguageModel(layers=LAYERS, context=CONTEXT)
         self.names = [name for name, _ in self.model.named_parameters()]
         self.parameters = [parameter.detach() for parameter in self.model.parameters()]
         self.optimizer = make_optimizer(settings)
@@ -96,7 +96,7 @@ class Trainer:
         self.history.warmup_steps += self.state.stage == "warmup"
         key = (self.settings.seed, self.comm.rank, self.completed)
         windows = training_batch(self.corpus.train, self.settings.batch, CONTEXT, key)
-        loss = self.model.loss(windows)
+        loss = self.model.loss(torch.from_numpy(windows))
         gradients = list(torch.autograd.grad(loss, list(self.model.parameters())))
         # Every step is diagnosed, since the direction covers several consecutive steps; only some reports are kept.
         parameters, self.state, report = self.watched.step(self.parameters, gradients, self.state, self.comm)

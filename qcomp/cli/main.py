@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qcomp.cli import bench, check, info, plan, show, warmup
+from qcomp.cli import bench, check, demo, info, plan, show, warmup
 from qcomp.cli.output import UsageError, write_no_more
 from qcomp.version import __version__
 
 __all__ = ["main", "make_parser"]
 
 _COMMANDS = {
+    "demo": (demo, "train a small model with four optimizers on this machine, and compare them"),
     "info": (info, "print which kernels run for which arrays, and what packages add"),
     "check": (check, "check the promises of a compressor, topology, optimizer, kernel set or communicator"),
     "bench": (bench, "time compressors on this machine against a copy"),

@@ -11,7 +11,7 @@ from typing import Any
 from qcomp.cli.output import Style, UsageError, guess, print_json, say, style_for, table
 from qcomp.cli.runs import Run, read_runs
 
-__all__ = ["EPILOG", "add_arguments", "run"]
+__all__ = ["EPILOG", "add_arguments", "run", "text_picture"]
 
 EPILOG = """
 A log has one JSON dict of numbers per line, one line for each step, such as the reports of qcomp.Diagnostics. An
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"\nwritten to {options.out}")
         return 0
     for metric in metrics:
-        say("\n" + "\n".join(_picture(runs, metric, style_for(sys.stdout))))
+        say("\n" + "\n".join(text_picture(runs, metric, style_for(sys.stdout))))
     return 0
 
 
@@ -141,7 +141,7 @@ def _marks(count: int) -> list[str]:
     return [_MARKS[i % len(_MARKS)] for i in range(count)]
 
 
-def _picture(runs: Sequence[Run], metric: str, style: Style) -> list[str]:
+def text_picture(runs: Sequence[Run], metric: str, style: Style) -> list[str]:
     """Draw a metric over steps in characters, a letter for each run."""
     points = [_finite(each, metric) for each in runs]
     every = [point for of_run in points for point in of_run]

@@ -1,20 +1,20 @@
-"""The corpus: Python's own standard library, as bytes, split by file into training and validation."""
+"""Real text that every Python brings: the sources of its standard library, split by file for training and validation."""
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 __all__ = ["Corpus", "training_batch", "validation_windows"]
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders that are not part of the library proper, or are missing in some installations."""
-
-VALIDATION_SHARE = 16
+_VALIDATION_SHARE = 16
 """One file in this many is used for validation."""
 
 
@@ -31,13 +31,17 @@ class Corpus:
 
         Only a hash of a file's relative path decides to which part the file belongs, so every rank (and every machine
         with the same Python) makes the same split.
+
+        Raises
+        ------
+        RuntimeError
+            If there are too few sources.
         """
         root = Path(sysconfig.get_path("stdlib"))
         parts: dict[bool, list[bytes]] = {False: [], True: []}
-        for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
-            if LEFT_OUT.isdisjoint(path.parts):
-                digest = hashlib.sha256(path.as_posix().encode()).digest()
-                parts[digest[0] % VALIDATION_SHARE == 0].append((root / path).read_bytes())
+        for path in sorted(_sources(root)):
+            digest = hashlib.sha256(path.as_posix().encode()).digest()
+            parts[digest[0] % _VALIDATION_SHARE == 0].append((root / path).read_bytes())
         train, validation = (
             np.frombuffer(b"\0".join(parts[held_out]), np.uint8) for held_out in (False, True)
         )
@@ -46,23 +50,32 @@ class Corpus:
         return cls(train, validation)
 
 
+def _sources(root: Path) -> Iterator[Path]:
+    """Yield the paths of the library's own sources, relative to its folder."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _LEFT_OUT
+        yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
+
+
 def training_batch(
     data: npt.NDArray[np.uint8], batch: int, context: int, key: tuple[int, int, int]
-) -> torch.Tensor:
-    """Draw ``batch`` random windows of ``context + 1`` bytes, as int64 of shape (batch, context + 1).
+) -> npt.NDArray[np.int64]:
+    """Draw ``batch`` random windows of ``context + 1`` bytes.
 
     The draw depends only on ``key`` (seed, rank, step), so a resumed run sees the same batches as a run without a
     stop.
     """
     starts = np.random.default_rng(key).integers(0, data.size - context, size=batch)
-    return windows(data, starts, context)
+    return _windows(data, starts, context)
 
 
-def validation_windows(data: npt.NDArray[np.uint8], count: int, context: int) -> torch.Tensor:
+def validation_windows(data: npt.NDArray[np.uint8], count: int, context: int) -> npt.NDArray[np.int64]:
     """Take ``count`` evenly spaced windows of ``context + 1`` bytes, always the same."""
-    return windows(data, np.linspace(0, data.size - context - 1, count).astype(np.int64), context)
+    return _windows(data, np.linspace(0, data.size - context - 1, count).astype(np.int64), context)
 
 
-def windows(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], context: int) -> torch.Tensor:
+def _windows(
+    data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], context: int
+) -> npt.NDArray[np.int64]:
     """Cut one window of ``context + 1`` bytes at each start."""
-    return torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+    return data[starts[:, None] + np.arange(context + 1)].astype(np.int64)
