@@ -6,15 +6,21 @@ FIRST ?= 0
 VENV := .venv
 PEERS := .venv-peers
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
+DOCS := $(VENV)/.docs
+# Bytecode is written where it is used: compiling all packages takes longer than installing them.
+PIP := -m pip install --quiet --no-compile --constraint constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-gpu test-peers fuzz bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format clean
 
-demo: $(INSTALLED)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
+demo: $(DEMO)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
+	$(BIN)/qcomp warmup --compressor sign --compressor minmax & \
+	$(BIN)/qcomp warmup --compressor qsgd:levels=7,bucket_size=128; wait
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-# Hundreds of ranks and workers start from the same bytecode, which is kept even if the environment says otherwise.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 HERE = not gpu and not nvrtc and not peers
 IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tests/optimizers tests/outer
 # Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
@@ -28,15 +34,14 @@ test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(PYTEST) -m "$(HERE)"
 
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device; they are skipped without one.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]' 'jax[cuda12]'
+	$(BIN)/python $(PIP) --editable '.[dev,cuda]' 'jax[cuda12]'
 	$(BIN)/python -m pytest -m "gpu or nvrtc" tests
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m "$(HERE)" -k jax $(IN_JAX)
 
 test-peers:  ## Compare the compatibility mode with DeepSpeed itself, in a separate environment.
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet setuptools wheel
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,testing]' pytest-timeout
-	DS_BUILD_OPS=0 $(PEERS)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.6
+	$(PEERS)/bin/python $(PIP) setuptools wheel --editable '.[torch,testing]' pytest-timeout
+	DS_BUILD_OPS=0 $(PEERS)/bin/python $(PIP) --no-build-isolation deepspeed==0.19.6
 	$(PEERS)/bin/python -m pytest -m peers -s tests/peers
 
 fuzz: $(INSTALLED)  ## Read new damaged payloads and messages for SECONDS; QCOMP_KERNELS=numba for kernels, FIRST=N for other ones.
@@ -51,7 +56,7 @@ bench-kernels: $(INSTALLED)  ## Time kernels on the CPU against a copy of their 
 	$(BIN)/python benchmarks/jax_jit.py
 
 bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; writes docs/benchmarks/.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
+	$(BIN)/python $(PIP) --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/gpu.py
 
 bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (takes hours; resumes where it stopped).
@@ -65,8 +70,7 @@ bench-loss: $(INSTALLED)  ## Race to a loss on links of 10 Mbit/s to 10 Gbit/s (
 	$(BIN)/python benchmarks/loss_race.py
 	$(BIN)/python benchmarks/powersgd_times.py
 
-docs: $(INSTALLED)  ## Make the documentation site in build/docs/.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+docs: $(DOCS)  ## Make the documentation site in build/docs/.
 	$(BIN)/python -m sphinx --jobs auto --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
 
 lint: $(INSTALLED)  ## Check style and types.
@@ -81,8 +85,18 @@ format: $(INSTALLED)  ## Format the code.
 clean:  ## Remove the environments and all results.
 	rm -rf $(VENV) $(PEERS) build docs/api runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qcomp needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python $(PIP) --editable '.[demo]'
+	touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python $(PIP) --editable '.[dev]'
+	touch $@ $(DEMO)
+
+$(DOCS): $(INSTALLED)
+	$(BIN)/python $(PIP) --editable '.[docs]'
 	touch $@
