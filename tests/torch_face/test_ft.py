@@ -152,7 +152,7 @@ def look():
     note("met", size=group.comm.size, report=optimizer.report)
     if job.check(["struck"]) and group.comm.size == 2:
         job.set("two are left", b"")
-    if optimizer.report.get("joined_ranks"):
+    if optimizer.report.get("joined_ranks") and job.check(["two are left"]):  # not one that has started late
         stop = optimizer.state.step + 6
 
 while stop is None or optimizer.state.step < stop:
