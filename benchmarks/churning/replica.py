@@ -18,7 +18,7 @@ import torch
 import torchft
 from network.shaped import address, become
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 import qcomp
 import qcomp.torch.ft

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 
 from faults.rank import SILENCE, TIMEOUT, Case, run
 from qcomp.comm.torch_dist import TorchCommunicator

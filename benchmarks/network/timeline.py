@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from network.methods import BUCKET_MB

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.comm.verbs import Verbs

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.compressor import Compressor, require_compressor

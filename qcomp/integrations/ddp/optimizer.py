@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from qcomp.comm.verbs import Verbs
