@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import extending
-from numba.core import caching, cgutils
+from numba.core import caching
 from numpy.typing import NDArray
 
 from qcomp.backends.private_folder import private_folder
@@ -63,8 +64,8 @@ def borrow(typing_context: Any, array: Any) -> Any:  # noqa: ARG001 - numba's pr
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])
-        struct.meminfo = cgutils.get_null_value(struct.meminfo.type)
-        struct.parent = cgutils.get_null_value(struct.parent.type)
+        struct.meminfo = ir.Constant(struct.meminfo.type, None)
+        struct.parent = ir.Constant(struct.parent.type, None)
         return struct._getvalue()
 
     return array(array), generate

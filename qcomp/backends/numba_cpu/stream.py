@@ -12,7 +12,6 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import extending, types
-from numba.core import cgutils
 
 from qcomp.backends.numba_cpu.jit import Floats, inline
 
@@ -31,8 +30,8 @@ def pays(size: int) -> bool:
 
 
 @extending.intrinsic
-def _stream_vectors(typing_context: Any, target: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
-    """Copy ``count`` vectors, beginning at ``start``, where the target is aligned."""
+def _stream_vector(typing_context: Any, target: Any, source: Any, start: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Copy a vector, beginning at ``start``, where the target is aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = ir.VectorType(ir.FloatType(), _LANES)
@@ -44,15 +43,14 @@ def _stream_vectors(typing_context: Any, target: Any, source: Any, start: Any, c
             for kind, array in zip(signature.args[:2], arguments[:2], strict=True)
         )
         past_the_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        with cgutils.for_range(builder, arguments[3]) as loop:
-            values = builder.load(builder.gep(come, [loop.index]))
-            values.align = 4
-            store = builder.store(values, builder.gep(to, [loop.index]))
-            store.align = 4 * _LANES
-            store.set_metadata("nontemporal", past_the_caches)
+        values = builder.load(come)
+        values.align = 4
+        store = builder.store(values, to)
+        store.align = 4 * _LANES
+        store.set_metadata("nontemporal", past_the_caches)
         return context.get_dummy_value()
 
-    return types.void(target, source, types.int64, types.int64), generate
+    return types.void(target, source, types.int64), generate
 
 
 @extending.intrinsic
@@ -72,7 +70,8 @@ def stream(target: Floats, source: Floats) -> None:
     head = min(target.size, -(target.ctypes.data >> 2) & (_LANES - 1))
     for i in range(head):
         target[i] = source[i]
-    vectors = (target.size - head) // _LANES
-    _stream_vectors(target, source, head, vectors)
-    for i in range(head + vectors * _LANES, target.size):
+    end = head + (target.size - head) // _LANES * _LANES
+    for i in range(head, end, _LANES):
+        _stream_vector(target, source, i)
+    for i in range(end, target.size):
         target[i] = source[i]
