@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
+from torch.distributed.fsdp import FSDPModule
 
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.format import DIGESTS, require_intact, sealed
@@ -28,12 +29,10 @@ from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.torch.units import Unit
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-except ImportError as error:
+if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
     raise ImportError(
         f"qcomp.torch.fsdp needs a torch whose FSDP2 takes other collectives, 2.9 or newer; this is {torch.__version__}"
-    ) from error
+    )
 
 __all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
 
@@ -53,15 +52,7 @@ class Terms:
     nonfinite: Literal["raise", "propagate"]
 
 
-class _Allocates:
-    """Takes memory for messages as FSDP2 does by default."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Sharded(_Allocates):
+class _Sharded:
     """The shards of one unit over one communicator."""
 
     _hop = 0
@@ -74,6 +65,10 @@ class _Sharded(_Allocates):
         self._calls = 0
         self._stream = stream_of(unit.names, unit.params)
         self._known: dict[tuple[str, ...], Shards] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor for messages, as FSDP2 makes it by default."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def _shards(self, unit: Unit) -> Shards:
         """Return the shards of parameters whose places in a message are known."""
@@ -113,7 +108,7 @@ class _Scattered(NamedTuple):
     """The parameters that the residual belongs to."""
 
 
-class ScatteredGradients(_Sharded, ReduceScatter):
+class ScatteredGradients(_Sharded):
     """The compressed reduce-scatter of one unit.
 
     Parameters
@@ -268,7 +263,7 @@ class ScatteredGradients(_Sharded, ReduceScatter):
         self._calls, self.skipped, self._residual, self._owing = agreed
 
 
-class GatheredWeights(_Sharded, AllGather):
+class GatheredWeights(_Sharded):
     """The compressed all-gather of one unit.
 
     Parameters
