@@ -6,11 +6,10 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
 from qcomp.comm.base import Communicator
 from qcomp.comm.broadcasting import broadcast
@@ -31,15 +30,23 @@ from qcomp.torch.parameters import names_of, require_dense, require_memory_of_it
 from qcomp.torch.products import plain_products
 from qcomp.torch.saved import OfRank, flattened, nested, of_rank, rank_of
 
-__all__ = ["AveragingOptimizer", "communicator"]
+__all__ = ["AveragingOptimizer", "communicator", "untraced"]
 
 
 _PARAMETER = "parameter."
 """Prefix of the names of a rank's own parameters, beside the entries of its state."""
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 _OF_TORCH = ("amsgrad", "dampening", "maximize", "nesterov")
 """Settings of torch's optimizers that change what a step does."""
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep torch.compile out of a function: it cannot trace exchanges and kernels."""
+    found: _Function = torch.compiler.disable(function)
+    return found
 
 
 class AveragingOptimizer(torch.optim.Optimizer):
@@ -255,7 +262,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             vars(self).update(before)
             raise
 
-    @_disable_dynamo  # torch.compile cannot trace the exchange and the kernels
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average over the ranks, and update the parameters.

@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
@@ -25,7 +24,7 @@ from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
 from qcomp.torch.buffers import average_stages
-from qcomp.torch.optimizer import AveragingOptimizer, communicator
+from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import require_memory_of_its_own
 from qcomp.torch.products import plain_products
 from qcomp.torch.saved import of_rank, rank_of
@@ -214,7 +213,7 @@ class OuterLoop:
         self._trained.write(params)
         self._state = state
 
-    @_disable_dynamo  # torch.compile cannot trace exchanges, in a compiled step
+    @untraced  # in a compiled step
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -259,7 +258,7 @@ class OuterLoop:
         """Replace the gradients of an optimizer's parameters by their means."""
         drive(self._trained.average_stages(self._loop, self._state, [optimizer]), self._comm)
 
-    @_disable_dynamo
+    @untraced
     @torch.no_grad()
     def _after(self, optimizer: Any, *_: Any) -> None:
         """Count an inner step, exchange where it is due, and write the result into the model."""
