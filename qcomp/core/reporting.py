@@ -1,6 +1,6 @@
 """Texts that name ranks, and warnings that point at the caller's code."""
 
-import sys
+import inspect
 import warnings
 from collections.abc import Iterable
 
@@ -28,7 +28,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 def warn_caller(message: str) -> None:
     """Warn at the innermost calling line outside qcomp."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import struct
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -31,7 +31,7 @@ from qcomp.torch.saved import of_rank, rank_of
 
 __all__ = ["OuterLoop", "Trained"]
 
-_STEP_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+_STEP_FILE = torch.optim.Optimizer.register_step_pre_hook.__code__.co_filename
 """The file of torch with the function that runs the hooks of a step."""
 
 _LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -315,9 +315,10 @@ class _StepCalls:
 
     def _on_stack(self, optimizer: Any) -> tuple[list[FrameType], list[FrameType]]:
         """Return the calls for an optimizer that are running, and all frames, beginning with the innermost."""
-        stack, frame = [], sys._getframe(1).f_back
+        stack, frame = list[FrameType](), inspect.currentframe()
         while frame is not None:
-            stack.append(frame)
+            if frame.f_code.co_filename != __file__:  # a frame that held itself would be freed late
+                stack.append(frame)
             frame = frame.f_back
         held = set(map(id, stack))
         return [call for call in self._running.get(id(optimizer), []) if id(call) in held], stack
