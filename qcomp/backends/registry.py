@@ -85,7 +85,8 @@ def _imported(name: str, module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         hint = f"pip install 'qcomp[{BUILT_IN[name].extra}]'"
-        raise UnavailableError(f"the kernels {name!r} need {error.name or error}: {hint}") from error
+        needed = error.name or str(error).removeprefix("qcomp needs ")
+        raise UnavailableError(f"the kernels {name!r} need {needed}: {hint}") from error
 
 
 def _foreign() -> dict[str, EntryPoint]:

@@ -18,10 +18,11 @@ from qcomp.comm.buffers import check_buffer, stage_exchange, to_host
 from qcomp.comm.host import host_name
 from qcomp.comm.lifelines import SILENCE, Lifelines, lifelines
 from qcomp.comm.torch_exchange import UNUSED_TAG, TorchExchange
-from qcomp.comm.torch_library import dist, distributed_c10d, torch
+from qcomp.comm.torch_library import dist, torch
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
+from qcomp.private_names.torch import default_store
 
 __all__ = ["TorchCommunicator"]
 
@@ -122,7 +123,7 @@ class TorchCommunicator(Verbs):
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
         # Not new_group, which all ranks of the job must call, not only those of this group.
         name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
-        store = distributed_c10d.PrefixStore(name, distributed_c10d._get_default_store())
+        store = dist.PrefixStore(name, default_store())
         self._open(store, int(dist.get_rank(group)), int(dist.get_world_size(group)), timeout, silence)
 
     @classmethod

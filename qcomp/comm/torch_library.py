@@ -12,6 +12,4 @@ import torch.distributed as dist
 if not dist.is_available():
     raise ImportError("this build of torch has no torch.distributed")
 
-from torch.distributed import distributed_c10d
-
-__all__ = ["dist", "distributed_c10d", "torch"]
+__all__ = ["dist", "torch"]

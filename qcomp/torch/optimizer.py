@@ -24,6 +24,7 @@ from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
+from qcomp.private_names.torch import ScaledStep, found_inf, grad_scale
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_rate
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
@@ -49,7 +50,7 @@ def untraced(function: _Function) -> _Function:
     return found
 
 
-class AveragingOptimizer(torch.optim.Optimizer):
+class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
     """Base of the optimizers for torch, which average over the ranks themselves.
 
     Every rank makes the same steps, so `step` and `load_state_dict` are collective, as is making an optimizer.
@@ -74,8 +75,6 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
     fixed: ClassVar[tuple[str, ...]] = ("compressor", "exact")
     """The keys of param_groups that stay as they are from the first step on, and that are not plain values."""
-
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -555,7 +554,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
             )
 
     def _require_no_scaler(self) -> None:
-        if getattr(self, "found_inf", None) is not None:
+        if found_inf(self) is not None:
             raise RuntimeError(
                 "a GradScaler scales the loss, but with model= momenta are averaged during the backward pass, before "
                 "it can unscale: use bfloat16 without a scaler, or leave out model= and DistributedDataParallel"
@@ -564,12 +563,12 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> tuple[list[Any], bool]:
         """Return the gradient of each parameter, without the scale of a GradScaler, and whether there was one."""
         gradients = [p.grad for p in self._tensors]
-        scale = getattr(self, "grad_scale", None)
+        scale = grad_scale(self)
         if scale is not None:
             inverse = 1.0 / float(scale)
             # In float32, since gradients of half precision would underflow without their scale.
             gradients = [None if g is None else to_compute_dtype(g) * inverse for g in gradients]
-        return gradients, getattr(self, "found_inf", None) is not None
+        return gradients, found_inf(self) is not None
 
     def _take(self, state: OptimizerState) -> None:
         """Make a state the current one, and show each parameter's part of it in torch's own ``state``."""

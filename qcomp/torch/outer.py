@@ -23,6 +23,7 @@ from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
+from qcomp.private_names.torch import found_inf, grad_scale, inside_compiled, take_off_scale
 from qcomp.torch.buffers import average_stages
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import require_memory_of_its_own
@@ -433,8 +434,7 @@ class Trained:
                     p.grad = torch.zeros_like(p)
                 _own_part(p.grad).copy_(mean)
         for one in optimizers:
-            if hasattr(one, "grad_scale"):
-                one.grad_scale = None  # else the step would take it off once more
+            take_off_scale(one)  # else the step would do it once more
 
     def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
         """Average the buffers, if the step between two states has applied the last fragment."""
@@ -455,7 +455,7 @@ class Trained:
 
 def _scale(optimizer: Any) -> float:
     """Return the scale of the gradients that a GradScaler has left to the step of an optimizer; 1 without one."""
-    scale = getattr(optimizer, "grad_scale", None)
+    scale = grad_scale(optimizer)
     return 1.0 if scale is None else float(scale)
 
 
@@ -466,14 +466,15 @@ def _unscaled(grad: Any, scale: float) -> Any:
 
 def _overflows(optimizer: Any) -> bool:
     """Return whether a GradScaler has found an infinite gradient, and left it to the optimizer to skip the step."""
-    found = getattr(optimizer, "found_inf", None)
+    found = found_inf(optimizer)
     return found is not None and bool(found)
 
 
 def _skip(optimizer: Any) -> None:
     """Let an optimizer under a GradScaler skip its step, as if this rank's own gradients had overflowed."""
-    if getattr(optimizer, "found_inf", None) is not None:
-        optimizer.found_inf.fill_(1.0)
+    found = found_inf(optimizer)
+    if found is not None:
+        found.fill_(1.0)
     for group in optimizer.param_groups:  # optimizers of qcomp look at the gradients
         for p in group["params"]:
             if p.grad is not None:
@@ -542,8 +543,7 @@ def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None
         if isinstance(one, AveragingOptimizer)
     ]
     first = trained.tensors[0]
-    inside = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(inside, DistributedDataParallel):
+    if isinstance(inside_compiled(model), DistributedDataParallel):
         cure = "model.module, in steps without the wrapper,"
         drawn.append(("model", cure, _broadcast(first.device, model.process_group)))
     elif hasattr(first, "device_mesh"):

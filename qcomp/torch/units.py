@@ -10,9 +10,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from qcomp.private_names.torch import COMPILED, fsdp_state_of
 from qcomp.torch.parameters import require_values
 
 __all__ = ["Unit", "units_of"]
+
+_state_of = fsdp_state_of()
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def units_of(model: Any) -> list[Unit]:
             module.reshard()
     found: dict[int, tuple[Any, str, list[tuple[str, Any]]]] = {}
     for owner, module_name, name, p in _owned(model, "", None, ""):
-        _, _, named = found.setdefault(id(owner._get_fsdp_state()), (owner, module_name, []))
+        _, _, named = found.setdefault(id(_state_of(owner)), (owner, module_name, []))
         if isinstance(p, DTensor) and all(p is not other for _, other in named):
             named.append((name, p))
     units = [
@@ -163,7 +166,7 @@ def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tu
     if isinstance(module, FSDPModule):
         owner, owner_name = module, prefix.removesuffix(".")
     for name, child in module.named_children():
-        yield from _owned(child, prefix if name == "_orig_mod" else f"{prefix}{name}.", owner, owner_name)
+        yield from _owned(child, prefix if name == COMPILED else f"{prefix}{name}.", owner, owner_name)
     if owner is not None:
         for name, p in module.named_parameters(recurse=False):
             yield owner, owner_name, prefix + name, p

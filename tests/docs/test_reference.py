@@ -8,7 +8,7 @@ import pytest
 import qcomp
 from tests.docs.pages import DOCS
 
-INTERNAL = {"cli", "copies", "core", "version", "__main__"}
+INTERNAL = {"cli", "copies", "core", "private_names", "version", "__main__"}
 """Modules at the top of the package that are not public: commands, and the parts of its public modules."""
 
 

@@ -15,10 +15,10 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import extending
-from numba.core import caching
 from numpy.typing import NDArray
 
 from qcomp.backends.private_folder import private_folder
+from qcomp.private_names.numba import cache_of, use_cache, value_of
 
 try:
     import fcntl
@@ -66,7 +66,7 @@ def borrow(typing_context: Any, array: Any) -> Any:  # noqa: ARG001 - numba's pr
         struct = context.make_array(signature.args[0])(context, builder, arguments[0])
         struct.meminfo = ir.Constant(struct.meminfo.type, None)
         struct.parent = ir.Constant(struct.parent.type, None)
-        return struct._getvalue()
+        return value_of(struct)
 
     return array(array), generate
 
@@ -117,7 +117,7 @@ class Kernel:
                 if cache is None:
                     dispatcher.compile(signature)
                 else:
-                    dispatcher._cache = cache
+                    use_cache(dispatcher, cache)
                     with _alone(cache.cache_path, self.function.__qualname__):
                         _tell_once(cache.cache_path, self.function.__qualname__)
                         dispatcher.compile(signature)
@@ -158,19 +158,11 @@ class _Locator:
         return str(self._line)
 
 
-class _Files(caching.CompileResultCacheImpl):
-    _locator_classes = (_Locator,)
-
-
-class _Cache(caching.FunctionCache):
-    _impl_class = _Files
-
-
 def _cache_of(function: Callable[..., Any]) -> Any:
     """Return numba's cache of one function: in the user's folder if set, else in a private folder, else None."""
     is_set = numba.config.CACHE_DIR or getattr(numba.config, "CACHE_LOCATOR_CLASSES", "")
     try:
-        return (caching.FunctionCache if is_set else _Cache)(function)
+        return cache_of(function, None if is_set else _Locator)
     except RuntimeError as error:
         if "locator" not in str(error):
             raise

@@ -28,13 +28,12 @@ from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
 from qcomp.integrations.ddp.conveyor import Conveyor, Job
 from qcomp.integrations.ddp.parameters import AveragedParameters
 from qcomp.integrations.ddp.stream import SideStream
+from qcomp.private_names.torch import call_at_end
 
 __all__ = ["BucketedStep"]
 
 PART_BYTES = 8 << 20
 """The smallest part, in bytes of gradients, that is exchanged while the next one is compressed."""
-
-_engine: Any = torch.autograd.Variable._execution_engine
 
 
 class BucketedStep:
@@ -83,6 +82,7 @@ class BucketedStep:
         self.comm = TorchCommunicator(model.process_group) if comm is None else comm
         self._deliver = deliver
         self._finish = finish
+        self._call_at_end = call_at_end()
         self._leaves_out_unused = leaves_out_unused and self.params.some_may_be_unused
         self.state = self.optimizer.init(self.values(), self.comm, self.params.names)
         exacts = self.state.exact
@@ -128,7 +128,7 @@ class BucketedStep:
         try:
             # DistributedDataParallel queues the callback that sets p.grad later. A callback that is queued while
             # callbacks run comes after it.
-            _engine.queue_callback(lambda: _engine.queue_callback(end))
+            self._call_at_end(lambda: self._call_at_end(end))
         except RuntimeError:
             running.in_backward = False  # Join runs the hook on a rank without inputs
         if not self.state.step:

@@ -17,6 +17,7 @@ from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_mean
 from qcomp.integrations.ddp.buckets import BucketedStep
 from qcomp.integrations.ddp.parameters import with_plain_names
 from qcomp.integrations.ddp.witness import Witness
+from qcomp.private_names.torch import hooks_of, is_joined_without
 
 __all__ = ["OverlappedOptimizer"]
 
@@ -85,9 +86,7 @@ class OverlappedOptimizer(Joinable):
             model.register_comm_hook(self, _exchange)
         except RuntimeError as error:
             self._step.close()
-            known = [
-                f", {hook.__module__}.{hook.__qualname__}," for hook, _ in getattr(model, "_comm_hooks", ())
-            ]
+            known = [f", {hook.__module__}.{hook.__qualname__}," for hook in hooks_of(model)]
             raise RuntimeError(
                 f"model has a communication hook already{', '.join(known[:1])} and DistributedDataParallel takes only "
                 "one; expected a model without, since the optimizer averages: leave out the hook, or model="
@@ -170,8 +169,7 @@ class OverlappedOptimizer(Joinable):
 
     def exchange(self, bucket: Any) -> Any:
         """Start to average a bucket; `step` uses the result."""
-        joined, own = self._model._join_config, self._join_config
-        if joined.enable and (not own.enable or own.is_first_joinable):
+        if is_joined_without(self._model, self):
             raise RuntimeError(
                 "a rank without inputs must take part in the steps of the others, so model.join() is not enough: use "
                 "torch.distributed.algorithms.Join([model, optimizer]), with the model first"

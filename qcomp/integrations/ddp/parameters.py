@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qcomp.core.checkpoint.format import renamed
+from qcomp.private_names.torch import COMPILED, ignored_by, inside_compiled
 
 __all__ = ["AveragedParameters", "averaged_by", "is_dense", "plain_name", "with_plain_names"]
 
@@ -103,15 +104,15 @@ def averaged_by(model: Any) -> list[tuple[str, Any]]:
     TypeError
         If the model is not a DistributedDataParallel.
     """
-    inside = getattr(model, "_orig_mod", model)  # torch.compile has attributes of the model inside
-    if not isinstance(inside, torch.nn.parallel.DistributedDataParallel):
+    if not isinstance(inside_compiled(model), torch.nn.parallel.DistributedDataParallel):
         raise TypeError(
             f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
         )
+    ignored = ignored_by(model)  # a compiled model has the attributes of the one inside
     return [
         (plain_name(name), p)
         for name, p in model.module.named_parameters()
-        if p.requires_grad and name not in model.parameters_to_ignore
+        if p.requires_grad and name not in ignored
     ]
 
 
@@ -123,7 +124,7 @@ def plain_name(name: str) -> str:
     >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
     'layers.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def with_plain_names(saved: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qcomp.integrations.ddp.parameters import is_dense
+from qcomp.private_names.torch import writes_to
 
 __all__ = ["Witness"]
 
@@ -73,7 +74,7 @@ def _sum_of_bits(gradient: Any) -> int:
 
 
 def _version(gradient: Any) -> int | None:
-    return None if gradient is None else int(gradient._version)
+    return None if gradient is None else writes_to(gradient)
 
 
 def _sample(gradient: Any) -> Any:

@@ -14,6 +14,7 @@ from qcomp.core.errors import CommunicatorError
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.state import OptimizerState
+from qcomp.private_names.torchft import asks_in_background
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.products import plain_products
 
@@ -33,7 +34,7 @@ class Replica(ABC):
     def __init__(self, manager: Any, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):
             raise TypeError(f"group is {group!r}; expected the qcomp.torch.ft.ProcessGroup of the manager")
-        if manager._use_async_quorum:
+        if asks_in_background(manager):
             raise ValueError(
                 "manager has use_async_quorum=True; expected False, since gradients must be computed with the "
                 "parameters that the quorum agrees on"

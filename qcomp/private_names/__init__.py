@@ -1,0 +1,48 @@
+"""What qcomp uses of other libraries that they do not promise to keep: one module for each library.
+
+No other module of qcomp names it. What is not there raises an ImportError where a feature needs it, and the rest works.
+"""
+
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+__all__ = ["require"]
+
+
+def require(owner: Any, name: str, purpose: str, *, library: str, versions: str) -> Any:
+    """Return an attribute that its library may drop.
+
+    Parameters
+    ----------
+    owner : module, class or object
+        What has the attribute.
+    name : str
+        Its name.
+    purpose : str
+        What qcomp needs it for, to follow "to".
+    library, versions : str
+        The package, and its versions that are known to have the attribute, as for pip.
+
+    Raises
+    ------
+    ImportError
+        If the installed version lacks it.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> require(numpy, "_nothing", "show this", library="numpy", versions=">=2.0")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ImportError: qcomp needs numpy._nothing to show this, which numpy ... lacks; install numpy>=2.0
+    """
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+        inside = "" if isinstance(kind, ModuleType) else f"{kind.__module__}."
+        missing = f"{inside}{kind.__name__}.{name}"
+        raise ImportError(
+            f"qcomp needs {missing} to {purpose}, which {library} {version(library)} lacks; install {library}{versions}"
+        ) from error

@@ -1,0 +1,51 @@
+"""What qcomp uses of numba that numba does not document. All of it is there from 0.61 to 0.68."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numba
+
+from qcomp.private_names import require
+
+__all__ = ["cache_of", "use_cache", "value_of"]
+
+_require = partial(require, library="numba", versions=">=0.61,<0.69")
+_caching = _require(numba.core, "caching", "store compiled kernels")
+_FunctionCache = _require(_caching, "FunctionCache", "store compiled kernels")
+_Files = _require(_caching, "CompileResultCacheImpl", "store compiled kernels")
+for _owner, _name in ((_FunctionCache, "_impl_class"), (_Files, "_locator_classes")):
+    _require(_owner, _name, "choose the folder of compiled kernels")
+
+
+def cache_of(function: Callable[..., Any], locator: type | None) -> Any:
+    """Return the cache of a compiled function on disk, which has a ``cache_path``.
+
+    Parameters
+    ----------
+    function : callable
+    locator : type, optional
+        Says where the files are: a class with the methods of numba's own. Without it, they are where the user says.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no place for the files; its message has the word "locator".
+    """
+    if locator is None:
+        return _FunctionCache(function)
+    files = type("_Files", (_Files,), {"_locator_classes": (locator,)})
+    return type("_Cache", (_FunctionCache,), {"_impl_class": files})(function)
+
+
+def use_cache(dispatcher: Any, cache: Any) -> None:
+    """Let a function that is not compiled yet use a cache."""
+    _require(dispatcher, "_cache", "store compiled kernels")
+    dispatcher._cache = cache
+
+
+def value_of(struct: Any) -> Any:
+    """Return the LLVM value of a struct in an intrinsic."""
+    return _require(struct, "_getvalue", "change an argument of a kernel")()

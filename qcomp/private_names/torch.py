@@ -1,0 +1,116 @@
+"""What qcomp uses of torch that torch does not document. All of it is there from 2.6 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+
+from qcomp.private_names import require
+
+__all__ = [
+    "COMPILED",
+    "ScaledStep",
+    "call_at_end",
+    "default_store",
+    "found_inf",
+    "fsdp_state_of",
+    "grad_scale",
+    "hooks_of",
+    "ignored_by",
+    "inside_compiled",
+    "is_joined_without",
+    "take_off_scale",
+    "writes_to",
+]
+
+_require = partial(require, library="torch", versions=">=2.6,<2.14")
+
+COMPILED = "_orig_mod"
+"""What torch.compile calls the module inside its own, in names of parameters too."""
+
+
+def inside_compiled(model: Any) -> Any:
+    """Return the module that torch.compile has wrapped, or the module itself."""
+    return getattr(model, COMPILED, model)
+
+
+class ScaledStep:
+    """Base of an optimizer to which a GradScaler leaves its scale and the decision to skip a step."""
+
+    _step_supports_amp_scaling = True
+
+
+def grad_scale(optimizer: Any) -> Any:
+    """Return the scale that a GradScaler has left to the step of an optimizer, as a tensor; None without one."""
+    return getattr(optimizer, "grad_scale", None)
+
+
+def found_inf(optimizer: Any) -> Any:
+    """Return a tensor, not 0 if the GradScaler of a step has found an infinite gradient; None without one."""
+    return getattr(optimizer, "found_inf", None)
+
+
+def take_off_scale(optimizer: Any) -> None:
+    """Let a step find no scale, because its gradients have none any more."""
+    if hasattr(optimizer, "grad_scale"):
+        optimizer.grad_scale = None
+
+
+def default_store() -> Any:
+    """Return the store in which all ranks of torch.distributed have met."""
+    return _require(
+        torch.distributed.distributed_c10d, "_get_default_store", "connect the ranks of a process group"
+    )()
+
+
+def call_at_end() -> Callable[[Callable[[], None]], None]:
+    """Return the function that queues a call for the end of the backward pass that is running."""
+    engine = _require(torch.autograd.Variable, "_execution_engine", "learn that a backward pass has ended")
+    found: Callable[[Callable[[], None]], None] = _require(
+        engine, "queue_callback", "learn that a backward pass has ended"
+    )
+    return found
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """Return how many writes to a tensor torch has counted."""
+    return int(_require(tensor, "_version", "notice that a script has changed a gradient"))
+
+
+def hooks_of(model: Any) -> list[Any]:
+    """Return the communication hooks of a DistributedDataParallel, if it tells."""
+    return [hook for hook, _ in getattr(model, "_comm_hooks", ())]
+
+
+def ignored_by(model: Any) -> Collection[str]:
+    """Return the names of the parameters that a DistributedDataParallel does not average."""
+    found: Collection[str] = _require(
+        model, "parameters_to_ignore", "leave out parameters as DistributedDataParallel does"
+    )
+    return found
+
+
+def is_joined_without(model: Any, other: Any) -> bool:
+    """Return whether torch's Join lets a model take part in the steps of other ranks, and not another object after it.
+
+    Parameters
+    ----------
+    model, other : torch.distributed.algorithms.Joinable
+    """
+    joined, own = (
+        _require(x, "_join_config", "take part in the steps of ranks with more inputs")
+        for x in (model, other)
+    )
+    return bool(joined.enable and (not own.enable or own.is_first_joinable))
+
+
+def fsdp_state_of() -> Callable[[Any], object]:
+    """Return the function that gives modules one state if ``fully_shard`` has got them in one list."""
+    fsdp = torch.distributed.fsdp
+    found: Callable[[Any], object] = _require(
+        fsdp.FSDPModule, "_get_fsdp_state", "find the parameters that FSDP2 gathers together"
+    )
+    return found
