@@ -1,4 +1,4 @@
-"""Real text that every Python brings: the sources of its standard library, split by file for training and validation."""
+"""A text to train on that every Python brings: the sources of its standard library."""
 
 import hashlib
 import os

@@ -8,7 +8,9 @@ import pytest
 from qcomp.cli import demo
 from qcomp.cli.main import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")  # with tiny batches
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the variance of OneBitAdam no longer fits"
+)  # with tiny batches
 
 NAMES = ["Adam, exact", "1-bit Adam", "QAdam, 8-bit", "SGD, 4-bit QSGD"]
 
