@@ -13,25 +13,46 @@ DOCS := $(VENV)/.docs
 PIP := -m pip install --quiet --no-compile --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-gpu test-peers fuzz bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format clean
+.PHONY: demo test test-ci test-exhaustive test-all test-versions test-lowest test-newest test-gpu test-peers fuzz coverage mutants
+.PHONY: bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format lock wheel clean
 
 demo: $(DEMO)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/qcomp warmup --compressor sign --compressor minmax & \
 	$(BIN)/qcomp warmup --compressor qsgd:levels=7,bucket_size=128; wait
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+# Workers keep what numba and JAX compile; more arenas of glibc only keep more.
+PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n 2 --dist worksteal
 HERE = not gpu and not nvrtc and not peers
 IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tests/optimizers tests/outer
-# Workers keep what numba and JAX compile, so kernels have workers of their own; more arenas of glibc only keep more.
-QUICK = MALLOC_ARENA_MAX=2 $(PYTEST) --max-memory 2048 -m "$(HERE) and not slow"
+COMMIT = $(or $(shell git rev-parse --short HEAD 2>/dev/null),0)
 
-test: $(INSTALLED)  ## Run the fast tests that need no GPU: those of kernels, then all others but those of benchmarks.
-	$(QUICK) tests/backends
-	$(QUICK) --ignore tests/backends --ignore tests/benchmarks
+test: $(INSTALLED)  ## Run the quick tests, in five minutes on two cores.
+	$(PYTEST) --max-memory 2048 -m "$(HERE) and not slow" --ignore tests/benchmarks
+
+test-ci: $(INSTALLED)  ## Run the quick and the slow tests, and the tenth of the exhaustive ones that the commit's hash chooses.
+	$(PYTEST) -m "$(HERE)" --tenth $(COMMIT)
+
+test-exhaustive: $(INSTALLED)  ## Run the tests that take long and rarely fail.
+	$(PYTEST) -m "$(HERE) and exhaustive"
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
 	$(PYTEST) -m "$(HERE)"
+
+test-versions:  ## Run the quick tests with the lowest and newest versions, and without each optional package, on each Python.
+	$(PYTHON) tests/versions.py
+
+test-lowest test-newest:  ## Run them with the lowest or newest versions on one Python.
+	$(PYTHON) tests/versions.py --python $(PYTHON) --case $(subst test-,,$@)
+
+coverage: $(INSTALLED)  ## Measure what the quick tests cover, in build/coverage/.
+	$(BIN)/python $(PIP) coverage
+	$(BIN)/python -m coverage run --source qcomp --branch -m pytest -q -m "$(HERE) and not slow" --ignore tests/benchmarks
+	$(BIN)/python -m coverage html --directory build/coverage && $(BIN)/python -m coverage report --sort cover
+
+mutants: $(INSTALLED)  ## Break the core in 300 places, one at a time, and note which quick test fails first; takes half an hour.
+	$(BIN)/python -m tests.mutation cover build/cover.json -m "$(HERE) and not slow" --ignore tests/benchmarks
+	$(BIN)/python -m tests.mutation run build/cover.json build/mutants.jsonl -m "$(HERE) and not slow" --ignore tests/benchmarks --ignore tests/jax_face
 
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device; they are skipped without one.
 	$(BIN)/python $(PIP) --editable '.[dev,cuda]' 'jax[cuda12]'
@@ -78,12 +99,19 @@ lint: $(INSTALLED)  ## Check style and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+wheel: $(INSTALLED)  ## Build the sdist and the wheel in dist/.
+	$(BIN)/python -m build
+
+lock: $(INSTALLED)  ## Write the exact versions of this environment to constraints.txt.
+	$(BIN)/python $(PIP) --editable '.[dev,docs]'
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.txt
+
 format: $(INSTALLED)  ## Format the code.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environments and all results.
-	rm -rf $(VENV) $(PEERS) build docs/api runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-versions $(PEERS) build docs/api runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qcomp needs Python 3.11 or newer")'

@@ -24,12 +24,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the limit on memory."""
+    """Add the limit on memory, and the share of the exhaustive tests."""
     parser.addoption(
         "--max-memory",
         type=int,
         metavar="MIB",
         help="report the peak memory of each worker; fail if one exceeds this",
+    )
+    parser.addoption(
+        "--tenth",
+        metavar="HEX",
+        help="of the exhaustive tests, run a tenth, chosen by a hash such as that of a commit",
     )
 
 

@@ -1,6 +1,7 @@
 """Fixtures shared by several test modules."""
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import itertools
@@ -40,8 +41,11 @@ QUICK_IN_JAX = (
 """The JAX tests in the quick run, besides JAX's own test folders: rounding, draws, and golden payloads."""
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow the JAX cases of tests for all libraries, since JAX compiles for every shape; and long doctests."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what the quick run and CI leave out, and deselect the exhaustive tests that are not in this tenth.
+
+    JAX compiles for every shape, so the JAX cases of tests for all libraries are exhaustive.
+    """
     for item in items:
         folder = item.path.parent.name
         if isinstance(item, pytest.DoctestItem) and folder in {"jax", "planning", "testing"}:
@@ -53,27 +57,43 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             and not own
             and (not item.name.startswith(QUICK_IN_JAX) or "coding=" in parameters)
         ):
-            item.add_marker("slow")
+            item.add_marker("exhaustive")
     _thin_out(items)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")
+    commit = config.getoption("--tenth")
+    if commit:
+        left_out = [item for item in items if not _is_in_tenth(item, int(commit, 16) % 10)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_in_tenth(item: pytest.Item, tenth: int) -> bool:
+    """Return whether a test runs with a tenth of the exhaustive tests: those with a digest that ends alike."""
+    digest = hashlib.sha256(item.nodeid.encode()).digest()
+    return not item.get_closest_marker("exhaustive") or digest[-1] % 10 == tenth
 
 
 def _thin_out(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow all but n cases of a test that is marked ``quick_cases(n)``: the same ones in every run."""
+    """Mark as exhaustive all but n cases of a test that is marked ``quick_cases(n)``: the same ones in every run."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("quick_cases") and not (
+            item.get_closest_marker("slow") or item.get_closest_marker("exhaustive")
+        ):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, of_test in cases.items():
         marker = of_test[0].get_closest_marker("quick_cases")
         assert marker is not None
         for item in random.Random(name).sample(of_test, max(0, len(of_test) - marker.args[0])):
-            item.add_marker("slow")
+            item.add_marker("exhaustive")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked ``gpu`` where there is no GPU: no emulation runs compiled kernels.
 
-    `make test` and `make test-all` deselect these tests, so they are skipped only if someone requests them.
+    The Makefile deselects these tests, so they are skipped only if someone requests them.
     """
     if item.get_closest_marker("gpu") is not None and not cuda_is_there():
         pytest.skip(reason="only a CUDA device can run this, and there is none; see `make test-gpu`")

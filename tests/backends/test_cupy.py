@@ -160,11 +160,11 @@ def spec(compressor):
 
 
 # The widths in between differ only in how codes are packed, and SMALL_AND_LARGE has them.
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "compressor",
     [
-        pytest.param(c, marks=[pytest.mark.slow] * (number != 1), id=spec(c))
+        pytest.param(c, marks=[pytest.mark.exhaustive] * (number != 1), id=spec(c))
         for number, c in enumerate(c for c in COMPRESSORS if getattr(c, "levels", 1) in {1, 5, 127})
     ],
 )
@@ -172,13 +172,13 @@ def test_the_emulated_kernels_keep_the_contract(emulated_library, compressor):
     check_kernels(Emulated(emulated_library).kernels, compressors=[compressor], max_examples=10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "compressor",
     [
-        pytest.param(qcomp.ScaledSign(16), marks=pytest.mark.slow),
+        pytest.param(qcomp.ScaledSign(16), marks=pytest.mark.exhaustive),
         qcomp.ScaledSign(16, "rms"),
-        pytest.param(qcomp.QSGD(3, 16), marks=pytest.mark.slow),
+        pytest.param(qcomp.QSGD(3, 16), marks=pytest.mark.exhaustive),
         qcomp.MinMaxUInt8(16),
     ],
     ids=spec,
@@ -197,6 +197,7 @@ def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
         assert found == all_of(Pure(), compressor, x, old, x)
 
 
+@pytest.mark.slow
 def test_the_emulation_finds_a_missing_barrier(compiler, tmp_path):
     code = emulator.translation_unit(["sign_encode_float32"])
     calls = re.compile(r"^( +)__sync(threads|warp)\(\);", flags=re.MULTILINE)

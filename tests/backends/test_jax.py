@@ -77,7 +77,7 @@ def traced(monkeypatch):
 
 
 class TestBytes:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @by_compressor
     def test_every_family_of_vectors(self, compressor):
         for family in FAMILIES:
@@ -90,7 +90,7 @@ class TestBytes:
     def test_sizes(self, compressor, size):
         check(compressor, vector("gaussian", size, 1), vector("gaussian", size, 2))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_shapes(self):
         x, residual = (vector("gaussian", 165, seed).reshape(3, 5, 11) for seed in (3, 4))
         check(qcomp.MinMaxUInt8(bucket_size=64), x, residual)
@@ -98,22 +98,22 @@ class TestBytes:
             _, new = qcomp.feedback.compress(COMPRESSORS[0], jnp.asarray(x), jnp.asarray(residual))
         assert new.shape == x.shape
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("levels", [1, 15, 127])
     def test_widths_of_codes(self, levels):
         check(qcomp.QSGD(levels=levels, bucket_size=64), vector("wide", SIZE, 5), vector("ties", SIZE, 6))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         "dtype",
-        [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16],
+        [pytest.param(jnp.float16, marks=pytest.mark.exhaustive), jnp.bfloat16],
         ids=["float16", "bfloat16"],
     )
     @pytest.mark.parametrize(
         "compressor",
         [
             COMPRESSORS[1],
-            *(pytest.param(c, marks=pytest.mark.slow) for c in COMPRESSORS[4:]),
+            *(pytest.param(c, marks=pytest.mark.exhaustive) for c in COMPRESSORS[4:]),
         ],
         ids=str,
     )
@@ -159,7 +159,7 @@ class TestTakes:
             assert host_bytes(compressed(x)) == c.compress(x).data.tobytes()
         assert seen == [False]
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_buffer_to_write_to_is_an_error(self):
         c, x = qcomp.ScaledSign(bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
         with use_kernels(KERNELS), pytest.raises(TypeError, match="out is an immutable"):
@@ -193,7 +193,7 @@ class TestRefusal:
 
 
 class TestKeys:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_another_key_needs_no_other_program(self, traced):
         c, x = qcomp.QSGD(levels=7, bucket_size=32), jnp.asarray(vector("gaussian", 77, 0))
         payloads = set()
@@ -212,13 +212,13 @@ class TestKeys:
         assert len(payloads) == 8
         assert traced == ["encode"]
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         "key",
         [
-            pytest.param(qcomp.Key(seed=2**64 - 1), marks=pytest.mark.slow),
+            pytest.param(qcomp.Key(seed=2**64 - 1), marks=pytest.mark.exhaustive),
             qcomp.Key(seed=2**40, step=2**33),
-            pytest.param(qcomp.Key(seed=2**31, rank=0xFFFFFFFF), marks=pytest.mark.slow),
+            pytest.param(qcomp.Key(seed=2**31, rank=0xFFFFFFFF), marks=pytest.mark.exhaustive),
         ],
         ids=str,
     )
@@ -230,7 +230,7 @@ class TestKeys:
             key,
         )
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_errors_name_what_is_wrong_with_a_key(self):
         c, x = qcomp.QSGD(levels=7, bucket_size=64), jnp.asarray(vector("gaussian", SIZE, 0))
         with use_kernels(KERNELS):
@@ -243,7 +243,7 @@ class TestKeys:
                 with pytest.raises(error, match=said):
                     c.compress(x, key=key())
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_replaced_draws(self):
         c, x = qcomp.QSGD(levels=7, bucket_size=64), vector("gaussian", SIZE, 0)
         for draw in (0, 65535):
@@ -287,7 +287,7 @@ class TestArithmetic:
         expected = pure(lambda: primitives.momentum(m, g, beta1, scale))
         assert host_bytes(KERNELS.momentum(m, g, beta1, scale)) == host_bytes(expected)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_momentum_is_blended_and_compressed(self):
         m, g, residual = (flushed(vector("wide", SIZE, seed)) for seed in (1, 2, 3))
         c = COMPRESSORS[0]
@@ -297,7 +297,7 @@ class TestArithmetic:
             got = primitives.encode(c, g, residual, None, blend=Blend(m, 0.9, 0.3))
         assert [host_bytes(each) for each in got[:2]] == [host_bytes(each) for each in expected[:2]]
 
-    @pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.slow), 0.01])
+    @pytest.mark.parametrize("weight_decay", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.01])
     @pytest.mark.parametrize(("rate", "correction"), [(1e-3, 0.1), (0.7, 1 - 0.9**7), (1 / 3, 1.0)])
     def test_frozen_step(self, rate, correction, weight_decay):
         p, m, v = wide(3), wide(4), jnp.abs(wide(5))
@@ -316,7 +316,7 @@ class TestArithmetic:
         assert KERNELS.finish_mean(half, 2) is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compressed_mean_is_that_of_numpy():
     mean = qcomp.CompressedMean(qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=32)))
 
@@ -333,7 +333,7 @@ def test_compressed_mean_is_that_of_numpy():
         assert qcomp.comm.run_local(2, lambda comm: rank_main(comm, jnp.asarray)) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_value_out_of_range_on_one_rank_is_an_error_on_all():
     mean = qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=32))
 
@@ -389,7 +389,7 @@ assert not KERNELS.takes(jax.device_put(np.zeros(4, np.float32), both))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_second_device_and_float64():
     """Run in a process of its own: JAX reads both settings when it starts."""
     environment = os.environ | {
@@ -428,7 +428,7 @@ assert np.asarray(found).tobytes() == expected.tobytes()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_few_draws_compile_in_seconds():
     """In a process of its own, since a compiler cannot be interrupted. It took minutes."""
     environment = os.environ | {

@@ -123,6 +123,7 @@ class TestKernels:
         assert folder.name.startswith(f"numba-{numba.__version__}-")
         assert {path.suffix for path in folder.iterdir()} == {".nbi", ".nbc", ".lock"}
 
+    @pytest.mark.slow
     def test_processes_that_start_together_compile_once(self, caches, tmp_path):
         (tmp_path / "module_with_a_kernel.py").write_text(MODULE.format(factor=2))
         code = "from module_with_a_kernel import times as t; t(21); print(sum(t.compiled.stats.cache_hits.values()))"

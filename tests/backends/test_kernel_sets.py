@@ -37,19 +37,19 @@ QUICK = (
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "compressor",
-    [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow], id=str(c)) for c in COMPRESSORS],
+    [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.exhaustive], id=str(c)) for c in COMPRESSORS],
 )
 def test_same_bytes(compressor):
     check_kernels(KERNELS, compressors=[compressor])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "xp", [torch, pytest.param(read_only_numpy, marks=pytest.mark.slow)], ids=lambda xp: xp.__name__
+    "xp", [torch, pytest.param(read_only_numpy, marks=pytest.mark.exhaustive)], ids=lambda xp: xp.__name__
 )
 @pytest.mark.parametrize(
     "compressors",
-    [FEEDBACK[:1], pytest.param(FEEDBACK[1:], marks=pytest.mark.slow)],
+    [FEEDBACK[:1], pytest.param(FEEDBACK[1:], marks=pytest.mark.exhaustive)],
     ids=["first", "others"],
 )
 def test_same_bytes_in_other_arrays(xp, compressors):
@@ -66,6 +66,7 @@ def test_arrays_of_other_libraries_use_the_pure_version():
         assert found.to_bytes() == FEEDBACK[0].compress(x).to_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("offset", range(0, 9, 3))
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, off
     assert (room[offset + 1001 :] == 7).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compressor", [*FEEDBACK, WIDE], ids=str)
 def test_a_value_out_of_range_is_refused_even_if_it_is_overwritten(compressor):
     """x + residual is too large, x + 2 residual is not: a check after donated x is overwritten finds nothing."""
@@ -108,14 +110,14 @@ def test_a_value_out_of_range_is_refused_even_if_it_is_overwritten(compressor):
             compress(x.copy())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "compressor",
     [
         FEEDBACK[1],
-        *(pytest.param(c, marks=pytest.mark.slow) for c in (FEEDBACK[0], FEEDBACK[2])),
-        pytest.param(qcomp.Scaled(qcomp.QSGD(bucket_size=64)), marks=pytest.mark.slow),
-        pytest.param(qcomp.QSGD(1000, 64, coding="range"), marks=pytest.mark.slow),
+        *(pytest.param(c, marks=pytest.mark.exhaustive) for c in (FEEDBACK[0], FEEDBACK[2])),
+        pytest.param(qcomp.Scaled(qcomp.QSGD(bucket_size=64)), marks=pytest.mark.exhaustive),
+        pytest.param(qcomp.QSGD(1000, 64, coding="range"), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -176,6 +178,7 @@ def test_kernels_are_really_used():
     assert calls == ["encode", "decode"]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("compressor", "has_kernels"),
     [

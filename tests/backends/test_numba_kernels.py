@@ -434,6 +434,7 @@ def test_default_threads_are_shared_by_the_ranks_of_a_node():
         kernels.set_num_threads(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_forked_child_makes_its_own_threads():
     script = (

@@ -128,6 +128,7 @@ def test_several_threads_may_allocate_at_once():
     assert not seen
 
 
+@pytest.mark.slow
 def test_a_buffer_in_a_reference_cycle_may_be_collected_at_any_time():
     """This very thread may hold the lock then: a buffer must come back without taking it."""
     for _ in range(50):
@@ -149,6 +150,7 @@ print(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_does_not_wait_for_a_lock():
     """Run in a process of its own: the child must be forked from a process without other threads."""

@@ -90,26 +90,29 @@ def compiled_late():
     return kernels_compiled_late()[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_step_compiles_anything(compiled_late):
     late = compiled_late
     assert late
     assert not any(late.values()), late
 
 
-@pytest.mark.parametrize("how", ["lazily", pytest.param("for the first compressor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["lazily", pytest.param("for the first compressor", marks=pytest.mark.exhaustive)]
+)
 def test_a_step_that_compiles_is_detected(how):
     late, _ = kernels_compiled_late(how)
     assert "_encode" in late["sign"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_full_cache_needs_no_message(compiled_late):
     _, said = kernels_compiled_late()
     assert "compiling" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiling_is_announced_once(tmp_path):
     script = (
         "import numpy as np, qcomp\n"

@@ -482,13 +482,13 @@ QUICK_CHECKS = [name for name in CHECKS if name not in ("check_float32", *LONGER
 """Checks so short that running several together takes less time than one start."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "checks",
     [
         pytest.param(["check_float32"], id="check_float32"),
         *(
-            pytest.param(checks, marks=pytest.mark.slow, id=",".join(checks))
+            pytest.param(checks, marks=pytest.mark.exhaustive, id=",".join(checks))
             for checks in (*LONGER, QUICK_CHECKS[::2], QUICK_CHECKS[1::2])
         ),
     ],
@@ -497,19 +497,19 @@ def test_in_the_interpreter(checks, tmp_path):
     run_this_file(*checks, cache=tmp_path, timeout=220, TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_the_contract_in_the_interpreter(contract, tmp_path):
     run_this_file(contract, cache=tmp_path, timeout=390, TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_code(tmp_path):
     run_this_file("check_compiled_code", cache=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_signs_of_zeros(tmp_path):
     run_this_file("check_signs_of_zeros", cache=tmp_path, TRITON_INTERPRET="1")
 

@@ -65,7 +65,7 @@ def test_a_fault_may_hit_a_replica_before_it_writes_anything():
     assert (found["stop"], found["longest_after_a_stop_seconds"]) == (1, None)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")
 def test_replicas_come_and_go_for_a_minute(run_program, tmp_path):
@@ -79,7 +79,7 @@ def test_replicas_come_and_go_for_a_minute(run_program, tmp_path):
     assert found["committed"] > 150
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")
 def test_cables_are_cut_and_both_libraries_measured(run_program, tmp_path, allowed):

@@ -24,7 +24,7 @@ def assert_the_same(result):
         assert found["padding"] == 0 or face == "mesh"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_faces(ranks):

@@ -60,7 +60,7 @@ def test_the_results_are_complete():
 
 @pytest.mark.parametrize(
     "key",
-    [pytest.param(k, marks=[] if k in QUICK else [pytest.mark.slow]) for k in VECTORS],
+    [pytest.param(k, marks=[] if k in QUICK else [pytest.mark.exhaustive]) for k in VECTORS],
     ids=" ".join,
 )
 def test_coding_the_sample_gives_the_recorded_lengths(key):
@@ -110,7 +110,7 @@ def test_no_payload_exceeds_fixed_width_by_more_than_its_header():
 
 
 @pytest.mark.parametrize("name", gradients.SAMPLE)
-@pytest.mark.parametrize("norm", ["max", pytest.param("l2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm", ["max", pytest.param("l2", marks=pytest.mark.exhaustive)])
 def test_no_code_loses_anything(norm, name):
     """A payload decodes to the bytes that fixed width gives, whatever its coding."""
     x = VECTORS["late", name]
@@ -159,7 +159,7 @@ def test_the_sample_is_small():
     assert (FOLDER / "sample.npz").stat().st_size < 600_000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_program_runs(run_program, monkeypatch, tmp_path):
     monkeypatch.setattr(gradients, "LEVELS", (127,))
     (tmp_path / page.PAGE).write_text(

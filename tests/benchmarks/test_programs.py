@@ -34,7 +34,7 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels(run_program, tmp_path):
     (tmp_path / "README.md").write_text(PAGE.read_text())
     folder = run_program(kernels, "--rounds", "2", "--largest", "10")
@@ -170,7 +170,7 @@ def test_gpu_without_a_device_is_status_2(run_program, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torch_optimizer(run_program, tmp_path):
     (tmp_path / "README.md").write_text(PAGE.read_text())
     folder = run_program(torch_optimizers, "--rounds", "2", "--models", "a small CNN")

@@ -401,7 +401,7 @@ class TestMethods:
     @pytest.mark.parametrize(
         "method",
         [
-            pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+            pytest.param(name, marks=[] if name in QUICK else pytest.mark.exhaustive)
             for name in METHODS
             if not name.startswith("torchft")
         ],
@@ -431,7 +431,7 @@ class TestMethods:
         assert "not finite" in found["failed"]
         assert plan.final(found) == math.inf
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.timeout(700)
     @pytest.mark.parametrize(("method", "steps"), [("torchft_adamw", 15), ("postlocal_adamw", 35)])
     def test_two_ranks_are_alike_where_an_outer_round_ends(self, tmp_path, method, steps):

@@ -23,7 +23,7 @@ def test_many_ranks_wait_longer_and_long_rounds_less():
     assert found[64, 25] < found[64, 1]
 
 
-@pytest.mark.slow  # draws 40 million numbers
+@pytest.mark.exhaustive  # draws 40 million numbers
 def test_the_page_shows_the_computed_figures():
     assert f"<!-- scale -->\n{planning_scale.table()}\n<!-- end of scale -->" in PAGE.read_text()
 

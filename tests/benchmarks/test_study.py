@@ -59,7 +59,7 @@ def test_frechet_distance_of_known_gaussians():
     assert frechet_distance(centred, 2 * centred) == pytest.approx(np.trace(np.cov(a, rowvar=False)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_study_runs_skips_existing_results_and_writes_its_page(run_program, tmp_path, capsys):
     (tmp_path / "README.md").write_text("<!-- residual_network -->\n<!-- end of residual_network -->\n")
@@ -76,7 +76,7 @@ def test_the_study_runs_skips_existing_results_and_writes_its_page(run_program, 
     assert "keeps up" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_the_noise_floor_falls_with_the_ranks(run_program):
     with qcomp.backends.use("numba"):

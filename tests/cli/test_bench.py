@@ -128,7 +128,7 @@ class TestWarmup:
     def test_wrong_usage(self, capsys, arguments, message):
         assert message in refused(capsys, "warmup", *arguments)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_training_after_a_warmup_compiles_nothing(self, tmp_path):
         """Run in a process of its own, with an empty cache that warmup fills."""
         pytest.importorskip("numba")

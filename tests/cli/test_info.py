@@ -74,6 +74,7 @@ def test_json_has_the_facts_of_the_text(capsys, monkeypatch):
         assert text[name] == f"{name}: {kernels['reason']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -91,6 +91,7 @@ def test_tables_are_aligned():
     assert list(table([["a", "bb"], ["aaa", "b"]], right=True)) == ["a    bb", "aaa   b"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "openpty"), reason="colour is checked on a terminal, which this system has not"
 )
@@ -127,12 +128,14 @@ def test_an_interrupt_prints_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_prints_no_traceback():
     code = f"{shlex.quote(sys.executable)} -m qcomp bench --compressor sign --elements 100 --rounds 1 | true"
     done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_usage_error_without_a_traceback(tmp_path):
     command = f'ulimit -f 0; exec "{sys.executable}" -m qcomp info > "{tmp_path}/full"'
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)

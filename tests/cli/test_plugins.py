@@ -200,7 +200,7 @@ def test_check_accepts_names_from_a_plugin(python, tmp_path):
     assert any(line.startswith("halve:bucket_size=64 ") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_everything_that_the_plugin_registers_keeps_its_contract(python, tmp_path):
     install(tmp_path)
     for target in ("halve", "gather_of_plugin"):

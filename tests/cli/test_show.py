@@ -109,6 +109,7 @@ def test_the_runs_of_the_study(capsys):
     assert "validation_loss" in shown(capsys, path)
 
 
+@pytest.mark.slow
 def test_a_picture_in_a_file(capsys, log, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "runs.svg"

@@ -106,6 +106,7 @@ class TestBothCodes:
             for family, size in itertools.product(FAMILIES, (0, 1, 8, 100, 1001)):
                 check(name, *drawn(family, size, largest), largest)
 
+    @pytest.mark.slow
     @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(vector=vectors())
@@ -124,11 +125,13 @@ class TestBothCodes:
             found[encode(name, levels, negative, 2)] = signed
         assert len(found) == 125
 
+    @pytest.mark.slow
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(data=st.binary(max_size=40), size=st.integers(0, 60), largest=st.sampled_from(LARGEST))
     def test_random_bytes_decode_to_a_vector_or_are_an_error(self, name, data, size, largest):
         self.compare_decoders(name, data, size, largest)
 
+    @pytest.mark.slow
     @pytest.mark.quick_cases(1)
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(vector=vectors(), data=st.data())
@@ -140,6 +143,7 @@ class TestBothCodes:
             damaged[at] ^= 1 << data.draw(st.integers(0, 7))
         self.compare_decoders(name, bytes(damaged), len(negative), largest)
 
+    @pytest.mark.slow
     @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("size", [1000, (1 << 14) + 3])
     def test_flipped_bits_of_longer_vectors(self, name, size):
@@ -218,6 +222,7 @@ def test_a_decoder_takes_no_more_time_than_its_size(name_of_kernels):
                 assert refused(name, data, 5, 7)
 
 
+@pytest.mark.slow
 def test_only_dense_codes_of_an_encoder_are_accepted():
     """Of all two-byte bodies for three elements, as many are accepted as vectors have a dense code of that length."""
     short = 0

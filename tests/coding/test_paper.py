@@ -35,6 +35,7 @@ def encoded(levels, negative, largest=32767):
     return coding.encode("elias", data.tobytes(), bytes(negative), largest=largest)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(levels=LEVELS, data=st.data())
 def test_the_code_is_the_shorter_one_bit_for_bit(levels, data):

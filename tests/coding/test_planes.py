@@ -50,6 +50,7 @@ def test_pure():
     compare(PURE)
 
 
+@pytest.mark.slow
 def test_compiled():
     pytest.importorskip("numba")
     compare(registry.load_coders())

@@ -89,6 +89,7 @@ class TestLaws:
             timeout=LONG,
         )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["array_api_compat.torch", "array_api_strict", "jax.numpy"])
     def test_it_carries_arrays_of_any_library(self, name):
         xp = pytest.importorskip(name)
@@ -145,6 +146,7 @@ class TestKeys:
         with pytest.raises(ValueError, match=f"^key must have 16 to 64 bytes, got {n}$"):
             AuthenticatedCommunicator(LocalCommunicator.alone(), bytes(n))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("n", [16, 64])
     def test_the_shortest_and_the_longest_serve(self, n):
         run_local(2, lambda comm: check_communicator(AuthenticatedCommunicator(comm, bytes(n))), timeout=LONG)

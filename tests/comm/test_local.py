@@ -112,6 +112,7 @@ def test_the_first_failure_wins_over_those_that_follow_from_it():
         run_local(3, fail, timeout=LONG)
 
 
+@pytest.mark.slow
 def test_an_absent_rank_is_named_after_the_timeout():
     done = threading.Event()
     seen = {}

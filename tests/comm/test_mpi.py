@@ -181,6 +181,7 @@ say("ok")
 """
 
 
+@pytest.mark.slow
 def test_messages_of_the_user_are_never_received(in_one_job):
     assert in_one_job("messages_of_the_user_are_never_taken") == ["0 ok", "1 ok"]
 
@@ -495,6 +496,7 @@ def test_control_c_ends_all_ranks_quietly(launcher, body):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", ["threads", "exit functions"])
 def test_control_c_between_the_last_line_and_the_farewell_ends_all_ranks_quietly(mpirun, slot):
     interrupt = "os.kill(os.getpid(), signal.SIGINT)"

@@ -74,9 +74,9 @@ print(line, flush=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "n", [pytest.param(n, marks=[] if n == 3 else [pytest.mark.slow]) for n in (1, 2, 3, 4)]
+    "n", [pytest.param(n, marks=[] if n == 3 else [pytest.mark.exhaustive]) for n in (1, 2, 3, 4)]
 )
 def test_rounds_over_threads_mpi_and_gloo_give_the_bits_of_one_message(n, mpirun, torch_ranks, monkeypatch):
     scope = {}

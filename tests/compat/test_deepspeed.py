@@ -127,7 +127,7 @@ class TestSignMean:
         np.testing.assert_allclose(mean, [scale / 2, scale / 2, -scale / 2])
         assert np.abs(first.server).max() < 1e-15
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_the_same_bytes_in_every_library(self, lockstep, libraries):
         """In float32: a rank in each library, and a run of each library alone."""
         x = [draw(rank, 0, [(7, 5)])[0] for rank in range(3)]

@@ -34,7 +34,7 @@ ONE_OF_EACH = QUICK | {
 
 
 def quick_or_slow(compressor):
-    marks = [] if compressor in QUICK else [pytest.mark.slow]
+    marks = [] if compressor in QUICK else [pytest.mark.exhaustive]
     return pytest.param(compressor, marks=marks, id=str(compressor))
 
 
@@ -44,7 +44,7 @@ def test_contract(compressor):
     check_compressor(compressor)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compressor", "law"),
     [
@@ -62,7 +62,7 @@ def test_elements_that_are_kept_rarely(compressor, law):
     assert list(compressor_contract(Case(compressor, np), 30).broken(only=law)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("compressor", [c for c in COMPRESSORS if c in ONE_OF_EACH], ids=str)
 def test_contract_in_torch(compressor):
@@ -76,11 +76,11 @@ def test_contract_in_torch(compressor):
     [
         *((law, torch) for law in ("same_bytes", "shapes_and_dtypes")),
         *(
-            pytest.param(law, array_api_strict, marks=pytest.mark.slow)
+            pytest.param(law, array_api_strict, marks=pytest.mark.exhaustive)
             for law in ("same_bytes", "shapes_and_dtypes", "pure", "nothing_is_shared")
         ),
         *(
-            pytest.param(law, xp, marks=pytest.mark.slow)
+            pytest.param(law, xp, marks=pytest.mark.exhaustive)
             for law in ("pure", "nothing_is_shared")
             for xp in (torch, read_only_numpy)
         ),
@@ -91,14 +91,14 @@ def test_bytes_and_memory_in_other_libraries(compressor, xp, law):
     assert list(compressor_contract(Case(compressor, xp), 5).broken(only=law)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_contract_under_jit():
     """For one compressor: compiling for all the shapes of the laws takes a minute."""
     check_compressor(qcomp.ScaledSign(bucket_size=64, scale="rms"), jnp, jit=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "compressor",
     [

@@ -40,6 +40,7 @@ class TestThreeWorkersAndTopOne:
         assert x == pytest.approx(np.full(3, (1 + 11 * 0.05 / 6) ** 200), rel=1e-4)
         assert np.linalg.norm(x) == pytest.approx(7.187e7, rel=1e-3)
 
+    @pytest.mark.slow
     def test_with_feedback_it_converges(self):
         assert np.linalg.norm(self.run(feedback=True, rate=0.01, steps=2000)) < 1e-8
 
@@ -78,6 +79,7 @@ class TestExplodingResidual:
 class TestResidualBound:
     """With |g| <= G and a contraction: |e| <= sqrt(1 - delta) / (1 - sqrt(1 - delta)) G, in the worst case."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "c", [TopK(4, 16), TopK(1, 16), qcomp.ScaledSign(16), qcomp.OneBitSGD(column_size=16)], ids=str
     )

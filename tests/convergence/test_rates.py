@@ -135,6 +135,7 @@ class TestHeterogeneousWorkers:
                 found.append(np.sum((x - target) ** 2))
         return float(np.mean(found))
 
+    @pytest.mark.slow
     def test_feedback_has_a_floor_that_is_quadratic_in_the_rate(self):
         """Four times the rate, sixteen times the floor."""
         floors = [self.floor_of_feedback(rate) for rate in (0.2, 0.05, 0.0125)]

@@ -322,6 +322,7 @@ def test_every_compressor_accepts_values_below_the_limit(dtype):
                 c.compress(too_large, key=qcomp.Key())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "pure"])
 def test_the_default_device_of_torch_changes_nothing(kernels):
     """Arrays are made on the device of what is computed: here another default device makes none that has values."""

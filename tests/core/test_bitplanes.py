@@ -33,8 +33,10 @@ def test_equals_the_definition_in_every_library(float64_library, bits):
     check_definition(float64_library, bits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (1, 4, 7)), 11])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "bits", [*(pytest.param(bits, marks=pytest.mark.exhaustive) for bits in (1, 4, 7)), 11]
+)
 def test_equals_the_definition_in_jax(libraries, bits):
     """In both layouts, in codes of one byte and of more."""
     check_definition(libraries["jax"], bits)

@@ -25,6 +25,7 @@ def reference_cut(sizes: list[int], bucket_size: int, count: int) -> list[dict[i
     return chunks
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(SIZES, BUCKETS, RANKS)
 def test_every_bucket_goes_where_it_belongs(sizes, bucket_size, count):

@@ -333,7 +333,8 @@ class TestAnyRankMayDie:
 
     @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
-        "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
+        "name",
+        [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in EVERY],
     )
     def test_with_every_optimizer(self, tmp_path, whole, name):
         opt = EVERY[name].opt

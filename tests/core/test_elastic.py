@@ -39,7 +39,9 @@ QUICK = ("1-bit", "0/1", "EF21", "Muon", "1-bit, hierarchical", "streaming")
 
 def jobs(quick: Any = QUICK, *, every: Any = JOBS) -> list[Any]:
     """Return every job; most of them are marked slow."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=name) for name in every]
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.exhaustive, id=name) for name in every
+    ]
 
 
 def moments(job: World) -> list[int]:
@@ -93,7 +95,7 @@ def test_a_rank_leaves(name):
     assert leave(job, STEPS, moments(job)[::2])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", jobs(("1-bit",)))
 def test_a_rank_joins_and_any_dies_meanwhile(name):
     job = world(name)
@@ -209,7 +211,7 @@ class TestAnOuterLoop:
                     # A sum of three, a scaling and a division, each rounded once.
                     assert np.abs(x - np.mean(parts, axis=0)).max(initial=0) <= 5 * 2.0**-24 * most
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("name", LOOPS)
     def test_restored_from_a_neighbour_as_if_nobody_had_died(self, name):
         """With a new rank in its place, from the exchange of the last round on, bit for bit."""
@@ -447,7 +449,7 @@ class TestLessUsualDeaths:
         assert report["repeated_steps"] >= 1
         job.go_on(again)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_some_ranks_may_be_several_silent_steps_ahead(self):
         """0/1 Adam: a rank that completed a synchronisation makes silent steps, and then goes back before them."""
         job = world("0/1")

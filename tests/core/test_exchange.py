@@ -33,12 +33,12 @@ class TestSameOnAllRanks:
         assert alone.shape == (5, 7)
         assert alone.tobytes() == in_list[0].tobytes() == in_tuple[0].tobytes()
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         "c",
         [
             pytest.param(qcomp.ScaledSign(), id="sign"),
-            pytest.param(qcomp.QSGD(levels=7, bucket_size=128), id="qsgd", marks=pytest.mark.slow),
+            pytest.param(qcomp.QSGD(levels=7, bucket_size=128), id="qsgd", marks=pytest.mark.exhaustive),
         ],
     )
     def test_a_mixed_world(self, libraries, c):

@@ -73,7 +73,10 @@ def quick_or_slow(half: Halves, *values: Any) -> Any:
     """Each half dtype is quick in one library; JAX compiles every operation for every shape."""
     is_quick = str(half) in ("numpy-float16", "torch-bfloat16")
     return pytest.param(
-        half, *values, marks=[] if is_quick else [pytest.mark.slow], id="-".join(map(str, (half, *values)))
+        half,
+        *values,
+        marks=[] if is_quick else [pytest.mark.exhaustive],
+        id="-".join(map(str, (half, *values))),
     )
 
 

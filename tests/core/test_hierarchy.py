@@ -126,7 +126,7 @@ class TestMean:
         unnamed = average(SIGN, x, [SIGN.zeros(x[0], rank=r, size=3) for r in range(3)])
         assert bits(named.means) == bits(unnamed.means)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_mixed_world(self, libraries):
         """A NumPy, a torch, a JAX and a strict rank on two nodes; two steps with feedback give the same bytes."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax", "strict")]
@@ -518,8 +518,8 @@ os.write(1, f"{{rank}} {{state.nodes}} {{zlib.crc32(held)}}\\n".encode())
 class TestMPI:
     """In processes with hosts from the environment variable: the same bytes as from ranks that are threads."""
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("hosts", ["a b a", pytest.param("", marks=pytest.mark.slow)])
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("hosts", ["a b a", pytest.param("", marks=pytest.mark.exhaustive)])
     def test_processes_agree_with_threads(self, mpirun, hosts):
         import zlib
 

@@ -62,7 +62,7 @@ class TestLoads:
         )
         assert loaded_by(code) == []
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_only_the_library_of_the_arrays_is_loaded(self):
         assert "torch" not in loaded_by("import numpy, qcomp; qcomp.ScaledSign().compress(numpy.ones(9))")
         assert "jax" not in loaded_by("import torch, qcomp; qcomp.ScaledSign().compress(torch.ones(9))")
@@ -186,7 +186,7 @@ def test_no_module_calls_the_array_protocol_directly():
         assert "__array__" not in names, path
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_view_of_a_file_in_memory_ends_before_the_file():
     """Python 3.13 reports an ignored exception when it frees a BytesIO and a view of it in one cycle."""
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -34,8 +34,8 @@ def two_means(x: np.ndarray, column_size: int) -> np.ndarray:
 
 
 class TestContract:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("column_size", [pytest.param(1, marks=pytest.mark.slow), 3])
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("column_size", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
     def test_of_columns_of_any_size(self, column_size):
         check_compressor(OneBitSGD(column_size=column_size), max_examples=10)
 
@@ -258,6 +258,7 @@ class TestMean:
         for difference, e in zip(total, owed, strict=True):
             np.testing.assert_allclose(difference, -e, rtol=0, atol=1e-12)
 
+    @pytest.mark.slow
     def test_a_constant_gradient_needs_the_residual(self, lockstep):
         """The mean over time of what is sent tends to a constant gradient of mixed magnitudes, as ||D|| / T."""
         g = np.asarray([[1.0, -3.0, 0.2, -0.1, 5.0]])
@@ -319,7 +320,7 @@ class TestOptimizer:
             params, state = opt.step(params, grads, state, comm)
         return params, state
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_it_trains_and_resumes_bit_for_bit(self):
         opt = qcomp.CompressedSGD(learning_rate=0.05, momentum=0.5, exact=None, compressor=OneBitSGD())
 

@@ -160,7 +160,7 @@ def test_any_scale_gives_the_same_in_bfloat16(shape):
     assert torch.equal(orthogonalize(x * 2.0**-70, dtype="bfloat16"), small * 2.0**-10)  # squares vanish
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_can_be_compiled_by_jax(dtype):
     jax = pytest.importorskip("jax")

@@ -90,7 +90,7 @@ PAIRS = [
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("size", "repaid"),
-    [(1, 1.0), (3, 0.5), (7, 1.0), *(pytest.param(n, 0.3, marks=pytest.mark.slow) for n in (1, 7))],
+    [(1, 1.0), (3, 0.5), (7, 1.0), *(pytest.param(n, 0.3, marks=pytest.mark.exhaustive) for n in (1, 7))],
 )
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
 def test_feedback_loses_nothing_on_either_way(lockstep, size, pair, repaid):
@@ -211,6 +211,7 @@ class Momentum(Tripled):
         return (ahead if self.nesterov else new), new
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("nesterov", "ratio"), [(True, (0.6, 0.8)), (False, (1.2, 2.0))])
 def test_nesterov_updates_have_less_noise_if_half_is_repaid(lockstep, nesterov, ratio):

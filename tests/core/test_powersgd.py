@@ -240,7 +240,7 @@ class TestSameBits:
             expected = low_rank.orthonormal(rows)
             assert library.numpy(low_rank.orthonormal(library.array(rows))).tobytes() == expected.tobytes()
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("broken", [False, True])
     def test_orthonormal_rows_are_the_same_under_jit(self, libraries, broken, monkeypatch):
         """With whole products the compiler contracts them with the sums: their last bit must be missing."""
@@ -276,7 +276,7 @@ class TestSameBits:
         run_local(size, rank_main)
         assert asked == kinds
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_jax_gives_the_same_bits_also_under_jit(self, libraries):
         """A compiler may fuse a product with a sum: it must not do so here."""
         import jax

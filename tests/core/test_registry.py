@@ -249,6 +249,7 @@ class TestEntryPoints:
         )
         assert out.splitlines() == ["True False", "False", "imported plugin", "halve:times=3 True"]
 
+    @pytest.mark.slow
     def test_two_packages_with_one_name_are_an_error(self, tmp_path):
         install(tmp_path, "plugin", halve="plugin:Halve")
         install(tmp_path, "other", halve="other:Halve")
@@ -259,6 +260,7 @@ class TestEntryPoints:
         assert "other:Halve of other" in out
         assert run(tmp_path, "print(qcomp.compressor('identity'))") == "identity\n"
 
+    @pytest.mark.slow
     def test_a_name_of_the_package_itself_is_an_error(self, tmp_path):
         install(tmp_path, "plugin", qsgd="plugin:Halve")
         out = run(tmp_path, "qcomp.compressor('halve')")

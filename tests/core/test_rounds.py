@@ -127,7 +127,7 @@ def train(opt, n, steps=4):
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
-@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2)), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_rounds_has_the_bits_of_a_step_in_one_message(name, n, monkeypatch):
     fused = train(OPTIMIZERS[name], n)
@@ -165,7 +165,7 @@ def at_once(mean, x, state, key, comm, **how):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("n", "shapes"),
-    [pytest.param(2, [(100, 15)], id="2", marks=pytest.mark.slow), pytest.param(3, SHAPES, id="3")],
+    [pytest.param(2, [(100, 15)], id="2", marks=pytest.mark.exhaustive), pytest.param(3, SHAPES, id="3")],
 )
 @pytest.mark.parametrize("topology", IN_ROUNDS)
 @pytest.mark.parametrize("name", COMPRESSORS)

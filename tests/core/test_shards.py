@@ -42,7 +42,7 @@ def test_exact_tensors_give_the_mean_of_the_own_shard(lockstep, library, world):
         assert residual is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_part_that_is_not_sent_is_owed(lockstep, kernels, dtype):
     """The sum of the means equals the sum of the exact means minus the mean of what the ranks owe."""

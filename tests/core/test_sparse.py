@@ -104,7 +104,7 @@ class TestRandK:
                 assert np.all(np.abs(y[part] - exact[part]) < 8 * step[bucket])
                 assert not np.any((y[part] / (8 * step[bucket])) % 1)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_the_draws_of_values_do_not_depend_on_those_of_positions(self):
         """Values halfway between levels are rounded up half of the time, wherever in their stratum they were drawn."""
         x = np.full(64, 0.5, dtype=np.float32)
@@ -116,7 +116,7 @@ class TestRandK:
         for up in ups.values():
             assert abs(np.mean(up) - 0.5) < 6 * 0.5 / np.sqrt(len(up))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_compiler_draws_the_same(self):
         """Also when decompressing draws the positions again."""
         jax = pytest.importorskip("jax")

@@ -123,6 +123,7 @@ class TestLevels:
 
 
 class TestContraction:
+    @pytest.mark.slow
     @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize(
         "c", [TopK(5, 64, 2, "fixed"), TopK(32, 64, 1, "fixed"), TopK(40, 64, 3, "fixed")], ids=str
@@ -150,6 +151,7 @@ class TestContraction:
 
 
 class TestCode:
+    @pytest.mark.slow
     @pytest.mark.quick_cases(2)
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize("k", [1, 2, 3, 8])
@@ -302,6 +304,7 @@ class TestDamage:
         """Either an error, or a vector with at most k elements per bucket; compiled loops read the same."""
         check_same_reading(data, 150, gaps.Shape(*shape, bits))
 
+    @pytest.mark.slow
     @settings(derandomize=True, deadline=None, max_examples=200)
     @given(
         st.integers(0, 9),
@@ -379,6 +382,7 @@ class TestSpec:
         with pytest.raises(ValueError, match=message):
             TopK(**arguments)
 
+    @pytest.mark.slow
     def test_a_compiler_can_trace_payloads_of_fixed_length(self):
         jax = pytest.importorskip("jax")
         x = vector("gaussian", 100, 1)

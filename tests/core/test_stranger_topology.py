@@ -56,7 +56,7 @@ def test_another_world_resumes_with_what_is_owed():
     np.testing.assert_allclose(found, total, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_automatic_choice_and_the_planner_know_it(tmp_path):
     class Free(Tree):
         name = "free"

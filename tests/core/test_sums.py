@@ -163,6 +163,7 @@ class TestNorms:
         assert library.numpy(norm2(rows)).tolist() == [0.0]
         assert library.numpy(rms(rows, 64)).tolist() == [0.0]
 
+    @pytest.mark.slow
     @settings(derandomize=True, deadline=None, max_examples=100)
     @given(
         st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=16),

@@ -48,7 +48,8 @@ WORLDS = [
 def _over(worlds: Sequence[World]) -> pytest.MarkDecorator:
     """Return worlds of one rank, of three, and nodes of three and two ranks; `make test-all` adds the other worlds."""
     marks = [
-        [] if len(w.nodes) in (1, 3) or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.slow] for w in worlds
+        [] if len(w.nodes) in (1, 3) or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.exhaustive]
+        for w in worlds
     ]
     params = [pytest.param(w, marks=m, id=str(w)) for w, m in zip(worlds, marks, strict=True)]
     return pytest.mark.parametrize("world", params)

@@ -97,7 +97,7 @@ class TestLayout:
         ):
             qcomp.Payload.from_bytes(longer, like=x)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_third_party_compressor_keeps_the_contract(self):
         check_compressor(Nonzeros(), max_examples=10)
 
@@ -197,6 +197,7 @@ class TestMean:
         for got, a, b in zip(results[0][0], *values, strict=True):
             assert np.array_equal(got, (a + b) / np.float32(2))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("topology", ["two_phase", "all_gather"])
     def test_sends_no_more_than_the_payloads_need(self, topology):
         """Plus 16 bytes per rank and stage to each other rank, for table, padding and verdict."""
@@ -223,7 +224,7 @@ class TestMean:
                 assert got[rank] == (size - 1) * (16 * size + message)
         assert all(g < 0.5 * f for g, f in zip(got, fixed, strict=True))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_mixed_world(self, libraries):
         """A NumPy, a torch and a JAX rank over a communicator get the mean that fixed width gives in NumPy."""
         ranks = [libraries[name] for name in ("numpy", "torch", "jax")]
@@ -352,7 +353,7 @@ class TestOptimizer:
         run_local(2, rank_main)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.mpi
 def test_over_mpi(mpirun):
     """Processes with two libraries end where NumPy threads with fixed width end."""

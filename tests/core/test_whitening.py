@@ -70,7 +70,9 @@ def test_a_symmetric_matrix_is_restored_from_its_half(libraries, library, rows):
     assert lib.numpy(whole_of(half, rows)).tobytes() == x.tobytes()
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "strict", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "library", ["numpy", "torch", "strict", pytest.param("jax", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
 def test_whitening_can_be_inverted(libraries, library, shape):
     lib = libraries[library]
@@ -90,7 +92,7 @@ def test_a_value_too_large_for_products_makes_everything_nan(bad):
     assert np.isnan(whitened(x, np.eye(3, dtype=np.float32), (3, 4))).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_whitener_is_the_same():
     jax = pytest.importorskip("jax")
     compiled = jax.jit(lambda x, w: whitened(x, w, (3, 4)))

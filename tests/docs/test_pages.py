@@ -109,7 +109,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["torch", "ddp", "sharded"])
 def test_runs_on_two_ranks_of_torchrun(name, tmp_path):
     (tmp_path / "page.py").write_text(pages.code(DOCS / f"{name}.md"))

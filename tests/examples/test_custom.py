@@ -62,7 +62,7 @@ def test_training_with_it_lowers_the_loss(example):
     assert sent * 12 < 2 * (module.RANKS - 1) / module.RANKS * 4 * module.FEATURES * module.STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_the_compressor_keeps_every_promise():
     done = run("custom_compressor")

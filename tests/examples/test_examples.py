@@ -33,7 +33,7 @@ def test_the_numpy_and_jax_examples_differ_in_little_more_than_the_gradient():
     assert len(set(theirs) - set(ours)) <= 6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 2)])
 def test_a_mesh_of_jax(mpirun, monkeypatch, processes, devices):
     pytest.importorskip("optax", reason="optax is not installed")
@@ -299,13 +299,13 @@ def test_an_ordinary_script_with_an_optimizer_for_torch():
     assert float(lines[-1].split("; ")[2].split("%")[0]) > 90
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_script_under_mpirun(mpirun):
     job = mpirun(2, ["-m", "mpi4py", EXAMPLES / "torch_optimizer.py"], timeout=200)
     assert "all 2 ranks hold identical parameters" in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_in_an_outer_loop(mpirun):
     lines = torchrun("outer_loop.py").splitlines()
     sent, exact, read = (words.split()[0] for words in lines[-1].split("; "))
@@ -316,7 +316,7 @@ def test_a_script_in_an_outer_loop(mpirun):
     assert "all 2 ranks hold identical parameters" in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
 def test_a_sharded_script(mesh, ranks):
     lines = torchrun("torch_fsdp.py", "--mesh", mesh, ranks=ranks).splitlines()
@@ -328,7 +328,7 @@ def test_a_sharded_script(mesh, ranks):
     assert float(read.split("%")[0]) > 80
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("framework", "arguments"),
     [
@@ -347,13 +347,13 @@ def test_examples_with_frameworks_that_wrap_the_model(framework, arguments):
     assert float(line.split("; ")[1].split("%")[0]) > 80
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", ["torch_ddp_hook.py", "torch_fsdp.py", "outer_loop.py"])
 def test_one_rank_of_torchrun_trains_too(script):
     assert "all 1 ranks hold identical parameters" in torchrun(script, ranks=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["plain", "hook", "onebit_adam"])
 def test_ranks_of_torchrun_end_with_identical_parameters(method):
     stdout = torchrun("torch_ddp_hook.py", "--method", method)

@@ -12,7 +12,7 @@ INPUTS = 200
 
 def quick_or_slow(number, target):
     """Of the compressors, every fourth is marked quick."""
-    marks = [pytest.mark.slow] if number % 4 and target in TARGETS[: -len(OTHERS)] else []
+    marks = [pytest.mark.exhaustive] if number % 4 and target in TARGETS[: -len(OTHERS)] else []
     return pytest.param(target, id=target.name, marks=marks)
 
 

@@ -69,8 +69,8 @@ assert refused > INPUTS // 2, refused
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("between", [False, True])
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_both_ranks_refuse_or_load(ddp_ranks, between, count):
     ddp_ranks(2, BODY.replace("BETWEEN", str(between)).replace("INPUTS", str(count)), timeout=100)

@@ -28,9 +28,9 @@ def inputs(first: int, count: int) -> list[str]:
     return faults
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", [0, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", [0, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_damaged_states(first):
     """As `python -m tests.fuzz.states` does for any number of inputs."""
     assert inputs(first, 200 if first == 0 else 2000) == []

@@ -29,6 +29,7 @@ def nothing(model):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("change", ["clip", "clamp", "replace_by_half", "nothing"])
 @pytest.mark.parametrize("view", [True, False])

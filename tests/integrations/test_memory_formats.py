@@ -81,6 +81,7 @@ for name, make in {{{made}}}.items():
     assert not [line for line in first if line.endswith("warmup")]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "compressor",

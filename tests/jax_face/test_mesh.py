@@ -16,7 +16,10 @@ import qcomp
 pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 
-CASES = ["steps", *(pytest.param(case, marks=pytest.mark.slow) for case in ("means", "in_optax", "misuse"))]
+CASES = [
+    "steps",
+    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("means", "in_optax", "misuse")),
+]
 
 
 def run_on_devices(marked: str, case: str) -> None:
@@ -34,13 +37,14 @@ def run_on_devices(marked: str, case: str) -> None:
     assert " passed" in job.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_on_devices(case):
     run_on_devices("not slow", case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_slow_cases_on_devices(case):
@@ -83,7 +87,7 @@ if sys.argv[1] == "processes":
 """Trains some steps on two devices, of two processes or of one; PytreeOptimizer refuses arrays of two."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.mpi
 def test_devices_of_two_processes_train_like_those_of_one(mpirun, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -45,12 +45,12 @@ def test_it_agrees_with_the_loop_of_the_core():
     assert run_local(2, of_trees, timeout=20) == run_local(2, of_lists, timeout=20)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"delay": 1}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.exhaustive),
+        pytest.param({"delay": 1}, marks=pytest.mark.exhaustive),
         {"warmup": 2, "fragments": 2, "delay": 1, "mixing": 0.5},
         {"exact": None, "outer": qcomp.Adam(learning_rate=0.1)},
     ],

@@ -192,6 +192,7 @@ class ReturnsReadOnly(Wrapped):
         return [np.frombuffer(x.tobytes(), np.uint8) for x in super().all_gather(send, receive)]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("broken", "law"),
     [

@@ -386,9 +386,13 @@ RARELY_WRONG = ("mutant_biased_in_tails", "mutant_biased_below_eight", "mutant_o
 """These take seconds to catch."""
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize(
     ("compressor", "law", "xp"),
-    [pytest.param(*each, marks=pytest.mark.slow if each[0].name in RARELY_WRONG else []) for each in BROKEN],
+    [
+        pytest.param(*each, marks=pytest.mark.exhaustive if each[0].name in RARELY_WRONG else [])
+        for each in BROKEN
+    ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
@@ -397,8 +401,9 @@ def test_broken_compressor_is_caught_by_its_law(compressor, law, xp):
     assert "\n" not in broken[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "cls", [Sign, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (Rounding, Coded))]
+    "cls", [Sign, *(pytest.param(cls, marks=pytest.mark.exhaustive) for cls in (Rounding, Coded))]
 )
 def test_the_base_compressors_of_broken_ones_pass(cls):
     whole = qcomp.register(type("Whole" + cls.__name__, (cls,), {"name": f"whole_{cls.__name__.lower()}"}))
@@ -409,6 +414,7 @@ def test_every_law_has_a_compressor_that_it_catches():
     assert {law for _, law, _ in BROKEN} == {law.__name__ for law in (*LAWS, *VECTOR_LAWS)}
 
 
+@pytest.mark.slow
 def test_the_error_names_every_broken_promise():
     with pytest.raises(ContractError) as caught:
         check_compressor(AddsEpsilon(), max_examples=5)
@@ -468,11 +474,11 @@ SLOW = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "compressor",
     [
-        pytest.param(c, marks=[pytest.mark.slow] if c.name in SLOW else [], id=c.name)
+        pytest.param(c, marks=[pytest.mark.exhaustive] if c.name in SLOW else [], id=c.name)
         for c in strangers.STRANGERS
     ],
 )
@@ -480,7 +486,7 @@ def test_correct_compressors_of_other_designs_pass(compressor):
     check_compressor(compressor, max_examples=5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("compressor", strangers.STRANGERS, ids=lambda c: c.name)
 def test_correct_compressors_of_other_designs_pass_in_torch(compressor):

@@ -732,6 +732,7 @@ OF_LAWS = {
 }
 
 
+@pytest.mark.quick_cases(25)
 @pytest.mark.parametrize(("kernels", "compressor"), BROKEN)
 def test_broken_kernels_are_caught(kernels, compressor):
     """Only the checks of the broken methods run: running all other checks first would take most of the time."""
@@ -748,12 +749,13 @@ def test_broken_kernels_are_caught(kernels, compressor):
         assert any(contract.broken(only=law))  # ends at the first broken law
 
 
+@pytest.mark.slow
 def test_the_error_names_the_kernel_set():
     with pytest.raises(ContractError, match=r"the kernel set .* breaks"):
         check_kernels(AlwaysDonates(), compressors=[])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compressor", [SIGN, LEVELS, RANGE, WIDE], ids=str)
 def test_correct_kernels_pass(compressor):
     check_kernels(Whole(), compressors=[compressor], max_examples=3)

@@ -335,17 +335,19 @@ BROKEN = {
 }
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_broken_optimizer_is_caught_by_its_law(kind):
     contract = optimizer_contract(kind())
     assert [name for name, _ in contract.broken(only=BROKEN[kind])] == [BROKEN[kind]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_base_of_the_broken_optimizers_passes():
     check_optimizer(Whole())
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "name",

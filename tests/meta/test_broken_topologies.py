@@ -277,6 +277,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_broken_topology_is_caught_by_its_law(kind):
     topology = type(kind.__name__, (kind,), {"name": f"broken_{kind.__name__.lower()}"})()
@@ -285,6 +286,7 @@ def test_broken_topology_is_caught_by_its_law(kind):
         assert [name for name, _ in contract.broken(only=law)] == [law]
 
 
+@pytest.mark.slow
 def test_the_error_names_the_law_and_the_world():
     topology = type("Negative", (CostsLessThanNothing,), {"name": "broken_negative"})()
     with pytest.raises(
@@ -294,7 +296,7 @@ def test_the_error_names_the_law_and_the_world():
     assert "the topology 'broken_negative' on numpy breaks 1 promise(s)" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_topology_of_another_design_passes():
     check_topology(Tree())
 

@@ -70,6 +70,7 @@ def test_objects_without_a_contract_are_refused(thing):
         contract_of(thing)
 
 
+@pytest.mark.slow
 def test_pytest_is_not_needed():
     code = """
 import sys

@@ -6,8 +6,9 @@ Run it from the root of the project, in its environment::
     python -m tests.mutation run build/cover.json build/mutants.jsonl --count 300 [PYTEST ARGUMENTS]
 
 ``cover`` runs the tests, and notes which functions of qcomp.core each of them calls, and how long it takes. ``run``
-draws mutants, and runs for each the tests that call the changed function, the cheapest file first, until one fails.
-It continues where it stopped. Arguments for pytest select the tests, such as ``-m "not slow"``.
+draws mutants, and runs for each the tests that call the changed function, the cheapest file first, until one fails. A
+test that was not there in ``cover`` counts as calling what others in its file call. It continues where it stopped.
+Arguments for pytest select the tests, such as ``-m "not slow"``.
 
 Tests are imported once; each mutant is a forked process in which the functions have other code. Processes that tests
 start import a copy of the package that has the same change.
@@ -75,6 +76,10 @@ class Cover:
         self.out.write_text(json.dumps(self.tests))
 
 
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
 def name_of(code: CodeType) -> str | None:
     """Return the module and name of the outermost function around some code of qcomp.core; None for other code."""
     if not code.co_filename.startswith(CORE):
@@ -101,7 +106,7 @@ class Run:
         done = (
             {json.loads(line)["mutant"] for line in out.read_text().splitlines()} if out.exists() else set()
         )
-        waiting = [number for number in range(len(mutants)) if number not in done]
+        waiting = [number for number in self.options.only or range(len(mutants)) if number not in done]
         running: list[multiprocessing.process.BaseProcess] = []
         context = multiprocessing.get_context("fork")
         while waiting or running:
@@ -138,11 +143,16 @@ class Run:
 
     def _in_order(self, function: str, items: dict[str, pytest.Item]) -> list[str]:
         """Return the tests that call a function, those of the cheapest file first."""
+        callers = set(self.callers[function])
+        known = {file_of(test) for test in callers}
         files = defaultdict(list)
-        for test in self.callers[function]:
-            if test in items:
-                files[test.partition("::")[0]].append(test)
-        costs = {file: sum(self.cover[test]["seconds"] for test in tests) for file, tests in files.items()}
+        for test in items:
+            if test in callers or (test not in self.cover and file_of(test) in known):
+                files[file_of(test)].append(test)
+        costs = {
+            file: sum(self.cover[test]["seconds"] if test in self.cover else 1.0 for test in tests)
+            for file, tests in files.items()
+        }
         return [test for file in sorted(files, key=costs.__getitem__) for test in files[file]]
 
     def _first_failure(self, items: Sequence[pytest.Item], deadline: float) -> tuple[str | None, int]:
@@ -191,6 +201,7 @@ def main() -> int:
     for command in (cover, run):
         command.add_argument("cover", type=Path, help="the file of functions that tests call")
     run.add_argument("out", type=Path, help="a line for each mutant is appended here")
+    run.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="these mutants (default: all)")
     run.add_argument("--count", type=int, default=300)
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--jobs", type=int, default=2)

@@ -128,6 +128,7 @@ class TestWarned:
         assert steps[0] < CHANGE + 8
         assert steps[0] < steps[1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
     @pytest.mark.parametrize(
         "compressor",
@@ -148,8 +149,8 @@ class TestWarned:
 
 
 class TestCured:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.slow)])
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.exhaustive)])
     @pytest.mark.parametrize("name", CASES)
     def test_ends_within_twice_the_error_of_adam(self, job, make, name):
         change, rate = CASES[name]

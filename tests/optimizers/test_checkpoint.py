@@ -84,7 +84,7 @@ KINDS = {
         pytest.param(
             kind,
             name,
-            marks=[] if kind == "safetensors.torch" or name == "1-bit, automatic" else [pytest.mark.slow],
+            marks=[] if kind == "safetensors.torch" or name == "1-bit, automatic" else [pytest.mark.exhaustive],
         )
         for kind in KINDS
         for name in EVERY

@@ -18,21 +18,21 @@ def optimizer(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in ONE_GRADIENT]
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.exhaustive]) for n in ONE_GRADIENT]
 )
 def test_it_keeps_every_law(name):
     with qcomp.backends.use("numba"):  # its bytes are those of the pure version, in a third of the time
         check_optimizer(optimizer(name))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["Adam", "1-bit"])
 def test_it_keeps_every_law_in_torch(name):
     torch = pytest.importorskip("torch")
     check_optimizer(optimizer(name), torch)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"])
 def test_optimizers_for_migration_keep_every_law(kind):
     from qcomp.compat import deepspeed

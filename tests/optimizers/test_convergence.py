@@ -104,11 +104,13 @@ class TestTwoDimensions:
 
         return descend(SCALED_SIGN, np.ones(2), self.gradient, steps=steps, rate=rate, feedback=feedback)
 
+    @pytest.mark.slow
     def test_sign_descent_never_leaves_the_line(self):
         x = self.run(feedback=False)
         assert abs(x.sum() - 2) < 1e-12
         assert self.f(x) >= 1 - 1e-12
 
+    @pytest.mark.slow
     def test_feedback_converges(self):
         assert self.f(self.run(feedback=True)) < 0.02
 
@@ -131,6 +133,7 @@ class TestSmoothAndStochastic:
 
         return descend(SCALED_SIGN, np.ones(2), gradient, steps=3000, rate=lambda _: gamma, feedback=feedback)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("gamma", [pytest.param(0.005, marks=pytest.mark.slow), 0.1])
     def test_sign_descent_stays_above_its_starting_value(self, gamma):
         assert self.f(np.ones(2)) == pytest.approx(2.0)

@@ -372,6 +372,7 @@ class TestWhitening:
             assert np.linalg.norm(owed) > 0.01 * np.linalg.norm(exact[i])
             np.testing.assert_allclose(found[i], exact[i] - owed, rtol=0, atol=1e-5 * np.abs(exact[i]).max())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
     def test_updates_come_closer_to_the_exact_ones(self, lockstep, shape):
         """If singular values differ by a factor of a hundred, the distance is less than half."""
@@ -434,6 +435,7 @@ class TestWhitening:
         assert least <= sent(**WHITENED) - sent() <= least + (size - 1) * 8 * (len(rows) + size)
         assert sent(whiten_steps=lambda step: False) == sent()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("library", ["torch", "strict"])
     def test_ranks_of_different_libraries_stay_alike_bit_for_bit(self, grads, libraries, library):
         own, other = libraries[library], libraries["numpy"]

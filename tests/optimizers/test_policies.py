@@ -334,6 +334,7 @@ class TestCheckpoint:
 
 
 class TestWholeFields:
+    @pytest.mark.slow
     @pytest.mark.parametrize("field", [(3, 3), (5, 5), (7,), (1, 7), (5, 5, 5)])
     @pytest.mark.parametrize("bucket_size", [32, pytest.param(512, marks=pytest.mark.slow)])
     def test_no_field_lies_in_two_buckets(self, field, bucket_size):

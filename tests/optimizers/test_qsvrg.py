@@ -297,6 +297,7 @@ class TestConvergence:
         found = [(eigenvalues * powers.mean(axis=0) ** (2 * p) * start**2).sum() for p in range(epochs + 1)]
         return np.asarray(found[1:]) / found[:-1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "levels", [pytest.param(8, marks=pytest.mark.slow), 1]
     )  # the root of 64, and the minimum

@@ -179,7 +179,7 @@ def test_a_state_of_an_earlier_release_loads_without_a_warning():
     opt.load_state_dict(saved, params, comm)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"])
 def test_a_network_with_dead_units_learns_as_with_adam(kind):
     """An ordinary convolutional network: some channels die in the warm-up, others are active only now and then."""

@@ -103,6 +103,7 @@ class TestMeasures:
             expected = np.minimum(now, frozen).sum() / np.maximum(now, frozen).sum()
             assert run.state.numbers["variance_overlap"] == pytest.approx(expected, rel=1e-12)
 
+    @pytest.mark.slow
     @sizes
     def test_steady_gradients_keep_the_ratio_at_one(self, job, size):
         """Gradients twice as large bring it to four; the window of the average decides how soon."""
@@ -680,8 +681,8 @@ class TestOtherCheckpoints:
         }
 
     @pytest.mark.quick_cases(1)
-    @pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-    @pytest.mark.parametrize("stop", [pytest.param(FREEZE, marks=pytest.mark.slow), FREEZE + 3])
+    @pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2)), 3])
+    @pytest.mark.parametrize("stop", [pytest.param(FREEZE, marks=pytest.mark.exhaustive), FREEZE + 3])
     @pytest.mark.parametrize(("first", "second"), PAIRS)
     def test_with_another_watch_the_steps_are_the_same(self, grads, first, second, stop, size):
         opts = [

@@ -471,6 +471,7 @@ class TestReference:
         tolerance = 1e-12 if compressor is NOTHING_LOST else 2e-6
         assert greatest_difference(opt, Reference, lockstep) < tolerance
 
+    @pytest.mark.quick_cases(8)
     @pytest.mark.parametrize("broken", [Unreset, LastRate])
     def test_broken_references_differ(self, lockstep, compressor, changes, broken):
         if changes.get("sync_steps") is every and broken is LastRate:
@@ -864,10 +865,10 @@ class TestConvergence:
         )
         return final_value(opt, steps, lockstep)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         ("sync_steps", "factor"),
-        [pytest.param(every, 1.5, marks=pytest.mark.slow), (LocalSteps(250, 4), 3)],
+        [pytest.param(every, 1.5, marks=pytest.mark.exhaustive), (LocalSteps(250, 4), 3)],
         ids=["one bit at every step", "local steps"],
     )
     def test_ends_where_adam_does(self, lockstep, sync_steps, factor):

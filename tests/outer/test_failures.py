@@ -163,6 +163,7 @@ def test_ranks_with_different_settings_are_an_error(changes):
         assert isinstance(error, qcomp.MismatchError)
 
 
+@pytest.mark.slow
 def test_schedules_are_compared_by_their_values():
     def loop(rate):
         return loop_of(outer=qcomp.SGD(learning_rate=lambda step: rate / (step + 1)))

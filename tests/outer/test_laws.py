@@ -337,6 +337,7 @@ def test_exchanges_announces_the_steps_with_exchanges(loop):
     assert seen == ({True} if loop.every == 1 else {True, False})
 
 
+@pytest.mark.slow
 def test_a_matrix_moves_again_after_a_long_rest():
     """PowerSGD starts from its last factor: the decay applies to residuals only."""
     loop = loop_of(**LOW_RANK, every=1, decay=0.5)

@@ -31,6 +31,7 @@ def averaged(job, steps):
     return job
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_resumes_at_every_inner_step_bit_for_bit(name):

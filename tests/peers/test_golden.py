@@ -33,6 +33,7 @@ def test_same_trajectory(apart, name, world):
     assert apart(name, world) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_same_trajectory_in_torch(apart, name):
     torch = pytest.importorskip("torch")

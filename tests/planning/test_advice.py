@@ -30,7 +30,7 @@ SLOW, FAST = Cluster(8, Link(12.5e6)), Cluster(8, Link(50e9, 5e-6))
 SIGN = qcomp.ScaledSign()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compresses_on_a_slow_link_and_not_on_a_fast_one():
     slow, fast = advise(JOB, SLOW), advise(JOB, FAST)
     assert slow.compress
@@ -56,7 +56,7 @@ def test_all_methods_are_listed_fastest_first():
     assert len({r.time.method.label for r in rows}) == len(rows) == 4 + 4 * 4 + 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_figures_agree_with_the_model():
     advice = advise(JOB, SLOW, warmup=0.2)
     plain = advice.plain
@@ -129,7 +129,7 @@ def test_compression_must_also_beat_uncompressed_sixteen_bits():
     assert not advise(JOB, cluster, methods=[*only, half], warmup=0.5, task=None).compress
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_long_warm_up_takes_the_gain_away():
     cluster = Cluster(8, Link(2.5e9))
     short, long = (advise(JOB, cluster, warmup=w, methods=methods_of(cluster)).rows[0] for w in (0.0, 0.9))

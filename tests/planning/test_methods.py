@@ -315,7 +315,7 @@ class TestLinks:
     def at(self, bits, **options):
         return advise(self.JOB, Cluster(8, Link(bits / 8, 5e-6)), gpu(), **options)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_the_slowest_and_the_fastest(self):
         slow, fast = self.at(1e6), self.at(400e9)
         assert isinstance(slow.best.time.method, OuterMethod)
@@ -323,7 +323,7 @@ class TestLinks:
         assert "not measured" in slow.reason
         assert not fast.compress
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_faster_link_never_needs_rarer_exchanges(self):
         def kind(advice):
             method = advice.best.time.method

@@ -33,14 +33,14 @@ def refused(capsys, *arguments):
 
 
 class TestPredicting:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_prints_what_python_advises(self, capsys):
         advice = advise(job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
         assert printed(capsys, *EXAMPLE) == advice.text + "\n"
         for row in advice.rows:
             assert row.time.method.label in advice.text
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_json_holds_the_numbers_of_the_text(self, capsys):
         advice = advise(job(350_000_000, 0.3), Cluster(64, Link(1.25e9)))
         document = json.loads(printed(capsys, *EXAMPLE, "--json"))
@@ -80,7 +80,7 @@ class TestPredicting:
         expected = advise(job, cluster, gpu(), methods=methods_of(cluster, 2, [sign, qsgd]), warmup=0.15)
         assert printed(capsys, *EXAMPLE, *options) == expected.text + "\n"
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_measured_figures_are_defaults_for_options(self, capsys, tmp_path):
         path = tmp_path / "measured.json"
         cluster = Cluster(4, Link(1e8, 1e-4, streams=2.0, per_message=1e-5), ranks_per_node=2)
@@ -93,6 +93,7 @@ class TestPredicting:
         larger = Cluster(64, cluster.link, ranks_per_node=2)
         assert more == advise(job(25_000_000, 0.1, tensors=200), larger, machine).text + "\n"
 
+    @pytest.mark.slow
     def test_the_link_inside_a_node_is_not_taken_for_one_between_nodes(self, capsys, tmp_path):
         path = tmp_path / "measured.json"
         Measured(Cluster(2, Link(1e9, 1e-5)), CPU, 0.25, on_one_node=True).save(path)
@@ -103,6 +104,7 @@ class TestPredicting:
         for fits in ((), ("--ranks", "2"), ("--ranks", "64", "--link", "10gbit")):
             assert " times as fast as " in printed(capsys, *given, *fits)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["", "folder"])
     def test_a_picture_needs_the_name_of_a_file(self, capsys, tmp_path, monkeypatch, name):
         monkeypatch.chdir(tmp_path)
@@ -111,13 +113,13 @@ class TestPredicting:
         assert f"--picture is {name!r}; expected the name of a file" in told
         assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_picture(self, capsys, tmp_path):
         pytest.importorskip("matplotlib")
         printed(capsys, *EXAMPLE, "--picture", str(tmp_path / "plan.png"))
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_picture_has_few_curves_in_the_order_of_its_legend(self, tmp_path, monkeypatch):
         figure = pytest.importorskip("matplotlib.figure").Figure
         saved = []
@@ -136,6 +138,7 @@ class TestPredicting:
         heights = [line.get_ydata()[0] for line in curves]
         assert heights == sorted(heights, reverse=True)
 
+    @pytest.mark.slow
     def test_a_picture_without_matplotlib(self, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         assert "matplotlib is missing: pip install 'qcomp[plot]'" in refused(
@@ -248,7 +251,7 @@ class TestMeasuring:
     def test_a_link_is_still_needed_after_one_rank_measured(self, capsys):
         assert "--ranks is not given" in refused(capsys, *self.SMALL, "--params", "1M", "--compute-ms", "5")
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.mpi
     def test_ranks_of_mpirun_measure_their_link_and_one_prints(self, mpirun, tmp_path):
         out = tmp_path / "measured.json"
@@ -286,7 +289,7 @@ class TestOut:
         assert "--overlap is 2.0" in refused(capsys, *self.SMALL, "--params", "1M", "--overlap", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_shape_of_matrices_changes_the_bytes_of_powersgd(capsys):
     """PowerSGD of rank 1 sends one row and one column per matrix."""
 

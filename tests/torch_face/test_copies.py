@@ -74,6 +74,7 @@ def gone_on(out, ranks):
     return step
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "victim", "step"), [(2, 1, 27), (3, 0, 9)])
 def test_a_killed_rank_costs_the_steps_since_the_last_copy(folder, ranks, victim, step):
     one_node = ["--standalone", "--nproc-per-node", ranks, EXAMPLE, "--folder", folder]
@@ -84,6 +85,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(folder, ranks, victim
     assert list(folder.iterdir()) == []  # a job that ended well leaves nothing behind
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_loses_its_memory(folder):
     """Two agents with a folder each; the ranks of one are killed, and find nothing when they start again."""
     (folder / "forgetful.py").write_text(FORGETFUL.format(example=str(EXAMPLE)))

@@ -172,6 +172,7 @@ assert [id(p.sharded_param) for p in group.fsdp_params] == [id(p) for p in units
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_part_that_is_not_sent_is_owed(said, n):
     """The compressed gradients of all steps plus the mean of what the ranks owe equal the exact gradients."""
@@ -215,6 +216,7 @@ assert 0 <= sent - (half // 2 + half // 128 * 4 + 128 * 4) < 16, sent
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_unbiased(said):
     """Over 60 draws the mean of each element is within 6 of the largest standard errors of the exact one.
 

@@ -49,8 +49,8 @@ def main(replica: int, manager: Any, group: Any) -> dict[str, Any]:
     return found | {"end": p.detach().numpy().tobytes()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [5, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stride", [5, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_returning_replica_never_supplies_the_restored_state(stride):
     """A failed quorum does not make the returning replica count as up to date."""
     whole = Lighthouse(main, None, follows=False).run(3)

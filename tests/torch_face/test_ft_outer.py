@@ -126,14 +126,14 @@ def require_alike(name: str, found: dict[int, Diary]) -> None:
     assert all(diary.end_step == steps_of(LOOPS[name]) for diary in found.values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "follows", "stride"),
     [
         pytest.param("warm-up", False, 5, id="warm-up, some"),
         *(
             pytest.param(
-                name, follows, 2, id=f"{name}, {'followed' if follows else 'fewer'}", marks=pytest.mark.slow
+                name, follows, 2, id=f"{name}, {'followed' if follows else 'fewer'}", marks=pytest.mark.exhaustive
             )
             for name in LOOPS
             for follows in (False, True)

@@ -377,6 +377,7 @@ class TestCompiledModels:
         assert all(map(torch.equal, other.parameters(), model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_states_of_hooks_survive_compilation(ddp_ranks):
     """Of a hook and of an optimizer under DistributedDataParallel, from a plain model to a compiled one and back."""

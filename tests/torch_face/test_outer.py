@@ -579,6 +579,7 @@ class TestFusedUnderScaler:
 
         return run_local(2, rank_main, timeout=20)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("make", [torchs, qcomps])
     def test_ranks_with_other_scales_train_as_without(self, make):
         one, other = self.trained(make, scaled=True)

@@ -179,7 +179,7 @@ def run(ranks, code):
     assert job.returncode == 0, "\n".join(line for line in out.splitlines() if "Error" in line) + out[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("framework", "name", "ranks"),
@@ -188,7 +188,7 @@ def run(ranks, code):
         ("accelerate", "OneBitAdam", 2),
         ("lightning", "OneBitAdam", 2),
         *(
-            pytest.param(framework, name, ranks, marks=pytest.mark.slow)
+            pytest.param(framework, name, ranks, marks=pytest.mark.exhaustive)
             for framework in OF
             for name, ranks in (("OneBitAdam", 1), ("ZeroOneAdam", 2))
         ),

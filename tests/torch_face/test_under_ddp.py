@@ -209,6 +209,7 @@ for steps in (0, 2, FREEZE + 2):
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_attached_changes_nothing(said):
     said(
         2,

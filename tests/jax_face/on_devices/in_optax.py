@@ -79,7 +79,7 @@ class TestInOptax:
             assert len(others) == 1
             assert all(other.tobytes() == first.tobytes() for other in others)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_an_injected_learning_rate(self):
         def of_rate(learning_rate):
             return qcomp.jax.optax.onebit_adam(learning_rate, 3, "data", exact=None)
@@ -89,7 +89,7 @@ class TestInOptax:
         assert float(state.hyperparams["learning_rate"]) == 0.25
         assert bits(params) == bits(expected)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("kind", ["compressed", "onebit_adam"])
     def test_the_types_of_shard_map_hold(self, kind):
         """With check_vma, JAX itself proves that parameters stay the same on all devices."""
@@ -113,7 +113,7 @@ class TestInOptax:
         with pytest.raises(ValueError, match=r"'w' the same values on all devices .*pcast"):
             jax.jit(run)(tree, state)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_refused_step_of_one_bit_adam_changes_nothing(self):
         n = 2
         tx = qcomp.jax.optax.onebit_adam(
@@ -146,7 +146,7 @@ class TestInOptax:
             assert int(state[0].step) == step + 1
             params = optax.apply_updates(params, updates)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_orbax_restores_a_state(self, tmp_path):
         checkpoint = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
         tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))
@@ -161,7 +161,7 @@ class TestInOptax:
             restored = saver.restore(tmp_path / "state", like)
         self.assert_goes_on_alike(tx, (params, state), (restored["params"], restored["state"]))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_flax_restores_a_state(self):
         serialization = pytest.importorskip("flax.serialization", reason="flax is not installed")
         tx = optax.chain(qcomp.jax.optax.compressed(SIGN, "data", exact=None), optax.adam(0.1))
@@ -179,7 +179,7 @@ class TestInOptax:
         (one, *_), (other, *_) = (self.trained(tx, steps=3, params=p, state=s) for p, s in copies)
         assert bits(one) == bits(other)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_parameters_of_flax(self):
         nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
         model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))

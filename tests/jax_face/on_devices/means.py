@@ -75,7 +75,9 @@ def of_some(topology):
 
 
 class TestTheMean:
-    @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        "topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.exhaustive)]
+    )
     def test_the_sum_identity(self, topology):
         """The means add up to the exact means minus mean_i e_i + e_s; "layers/10" sorts after "layers/9"."""
         n = 2
@@ -98,7 +100,9 @@ class TestTheMean:
         assert np.abs(owed).max() > 0.1
         assert_allclose(sums + owed, exact, atol=2e-5)
 
-    @pytest.mark.parametrize("topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        "topology", ["two_phase", pytest.param("all_gather", marks=pytest.mark.exhaustive)]
+    )
     def test_it_is_unbiased_over_all_draws(self, topology):
         """Values are multiples of a quarter of a step, so four draws stand for all."""
         n, shapes = 2, [(12,)]
@@ -127,7 +131,7 @@ class TestTheMean:
         [
             (np.nan, 0),
             (np.nan, 2),
-            pytest.param(np.inf, 0, marks=pytest.mark.slow),
+            pytest.param(np.inf, 0, marks=pytest.mark.exhaustive),
             (np.float32(2.0**101), 2),
         ],
     )
@@ -147,7 +151,7 @@ class TestTheMean:
         assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(means))
         assert (int(average.state.step), int(average.state.skipped)) == (2, 1)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_tensors_of_all_kinds(self):
         """Empty ones, scalars, half precision, and fewer buckets than devices."""
         n = 8
@@ -213,7 +217,7 @@ def of_low_rank(**changes):
 
 
 class TestPowerSGD:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("n", [2, 3])
     def test_it_agrees_with_the_core_and_loses_nothing(self, n):
         """Matrix products round differently; the means add up to the exact means minus mean_i e_i."""
@@ -246,7 +250,7 @@ class TestPowerSGD:
         assert np.abs(lost[2]).max() < 1e-5
         assert all(len({row.tobytes() for row in np.asarray(rows)}) == 1 for rows in factors)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("value", [np.nan, 2.0**100], ids=["NaN", "too large"])
     def test_a_value_that_is_out_of_range_is_refused_on_all_devices(self, value):
         average = Averager(2, of_low_rank(), MATRICES)
@@ -286,7 +290,7 @@ class TestPowerSGD:
 
 
 @pytest.mark.parametrize(
-    "mean", [qcomp.jax.MeshMean(SIGN, "data"), pytest.param(of_low_rank(), marks=pytest.mark.slow)]
+    "mean", [qcomp.jax.MeshMean(SIGN, "data"), pytest.param(of_low_rank(), marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_jax_knows_that_all_devices_hold_the_mean(mean, n):

@@ -106,7 +106,7 @@ def test_an_axis_left_to_the_compiler_is_refused(axes):
         trace(lambda x, s: MEAN(own(x), s)[0], *args, axis_names=axes)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_axis_of_the_compiler_in_all_gather():
     mean, x = qcomp.jax.MeshMean(SIGN, "data", "all_gather", exact=None), stacked(2, 0, SHAPES)
     found = []
@@ -125,7 +125,7 @@ def test_an_axis_of_the_compiler_in_all_gather():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_step_is_refused_along_all_axes(check_vma):
     """The NaN is in one part of a tensor that is also cut along another axis."""
     mesh, mean = two_axes(), qcomp.jax.MeshMean(SIGN, "data", exact=None)
@@ -153,7 +153,7 @@ def test_a_step_is_refused_along_all_axes(check_vma):
     assert [int(part.data) for part in state.skipped.addressable_shards] == [1, 1, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_vmap_with_a_named_axis_gives_the_same():
     """`jax.vmap` with a named axis simulates the devices on one."""
     values = stacked(2, 1, SHAPES)

@@ -118,7 +118,7 @@ def assert_same_on_all_devices(tree):
 
 
 class TestTheSameAsTheCore:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(
         "compressor", [qcomp.Identity(), qcomp.QSGD(127, BUCKET)], ids=["exact", "drawing"]
     )
@@ -150,11 +150,11 @@ class TestTheSameAsTheCore:
         ("n", "compressor", "topology"),
         [
             (2, SIGN, "two_phase"),
-            pytest.param(8, SIGN, "two_phase", marks=pytest.mark.slow),
-            pytest.param(4, SIGN, "all_gather", marks=pytest.mark.slow),
-            pytest.param(4, DRAWING, "two_phase", marks=pytest.mark.slow),
-            pytest.param(2, DRAWING, "all_gather", marks=pytest.mark.slow),
-            pytest.param(2, qcomp.MinMaxUInt8(bucket_size=32), "two_phase", marks=pytest.mark.slow),
+            pytest.param(8, SIGN, "two_phase", marks=pytest.mark.exhaustive),
+            pytest.param(4, SIGN, "all_gather", marks=pytest.mark.exhaustive),
+            pytest.param(4, DRAWING, "two_phase", marks=pytest.mark.exhaustive),
+            pytest.param(2, DRAWING, "all_gather", marks=pytest.mark.exhaustive),
+            pytest.param(2, qcomp.MinMaxUInt8(bucket_size=32), "two_phase", marks=pytest.mark.exhaustive),
         ],
     )
     def test_bytes_and_parameters(self, n, compressor, topology, monkeypatch):
@@ -182,7 +182,7 @@ class TestTheSameAsTheCore:
                     assert len(of_exchange[rank]) == len(wanted)
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_exact_tensors_travel_in_the_same_messages(self, monkeypatch):
         shapes = {"b": (32,), "w": (64, 3)}
         opt = qcomp.CompressedSGD(
@@ -201,7 +201,7 @@ class TestTheSameAsTheCore:
                 for of_exchange, wanted in zip(of_step, wanted_of_step, strict=True):
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_one_bit_adam_averages_half_precision_gradients_in_float32(self):
         """A mean that is rounded to bfloat16 would cost the moments bits that the core keeps."""
         gradients = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)), jnp.bfloat16)
@@ -226,7 +226,7 @@ class TestTheSameAsTheCore:
 
         assert_array_equal(momentum, qcomp.comm.run_local(2, rank_main)[0])
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize(("n", "floor"), [(2, 0.3), (4, 1e-3)])  # the first value raises many elements
     def test_one_bit_adam(self, n, floor, monkeypatch):
         settings = {"eps": 0.01, "compressor": SIGN, "exact": None, "variance_floor": floor}
