@@ -104,7 +104,8 @@ wheel: $(INSTALLED)  ## Build the sdist and the wheel in dist/.
 
 lock: $(INSTALLED)  ## Write the exact versions of this environment to constraints.txt.
 	$(BIN)/python $(PIP) --editable '.[dev,docs]'
-	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' > constraints.txt
+	(echo '# The development environment, as `make lock` writes it; read by the Makefile and tests/versions.py.'; \
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9]*$$//') > constraints.txt
 
 format: $(INSTALLED)  ## Format the code.
 	$(BIN)/ruff check --fix .
