@@ -1,9 +1,18 @@
 """Files that are whole or absent."""
 
 import os
+import platform
+import re
+import secrets
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["write_whole"]
 
@@ -14,14 +23,21 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
     Parameters
     ----------
     path : str or path
-        The file. Its folder must exist, and have room for a second file, whose name ends with ``.unfinished``. If this
-        call does not finish, the next one replaces that second file.
+        The file. Its folder must exist, and have room for a second file, whose name ends with ``.unfinished``. If a
+        process dies while it writes, the next call for the same path removes what it has left.
     write : callable
         Writes the content to a file that is open for writing bytes. If it raises, the old content stays.
 
+    Warns
+    -----
+    RuntimeWarning
+        If another process writes the same path at the same time, as ranks do that all save to one name. Both contents
+        are whole, and the last one stays.
+
     Notes
     -----
-    It writes to the second file, waits until the content is on the disk (fsync), and renames that file.
+    It writes to the second file, waits until the content is on the disk (fsync), and renames that file. Each call has a
+    second file of its own, and locks it; a file that is not locked has no writer any more.
 
     Examples
     --------
@@ -37,20 +53,58 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
     0
     """
     path = os.fspath(path)
-    unfinished = path + ".unfinished"
+    folder, name = os.path.split(path)
+    folder = folder or "."
+    own = os.path.join(folder, f"{name}.{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}.unfinished")
+    _look_for_others(folder, name)
     try:
-        with open(unfinished, "wb") as file:
+        with open(own, "xb") as file:
+            _lock(file)
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+            if fcntl is not None:
+                os.replace(own, path)  # while it is locked
+        if fcntl is None:
+            os.replace(own, path)  # Windows renames no open file
     except BaseException:
         with suppress(FileNotFoundError):
-            os.remove(unfinished)
+            os.remove(own)
         raise
     if os.name == "posix":  # the new name is on the disk only after an fsync of its folder
-        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        opened = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(opened)
         finally:
-            os.close(folder)
+            os.close(opened)
+
+
+def _look_for_others(folder: str, name: str) -> None:
+    """Remove what dead processes have left of a file, and warn if a living one writes it."""
+    pattern = re.compile(rf"{re.escape(name)}\.(.+)-[0-9a-f]{{8}}\.unfinished")
+    for other in os.listdir(folder):
+        found = pattern.fullmatch(other)
+        if found is None:
+            continue
+        with suppress(FileNotFoundError), open(os.path.join(folder, other), "rb") as file:
+            if _lock(file):
+                os.remove(file.name)
+            else:
+                warnings.warn(
+                    f"another process ({found[1]}) writes {os.path.join(folder, name)!r} at the same time, and the "
+                    "content of one of the two will be lost: give each rank a file of its own",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file until it is closed; return whether nobody else had locked it, as far as the disk tells."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a disk without locks
+            pass
+    return True

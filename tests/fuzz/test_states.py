@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -380,11 +382,35 @@ class TestFiles:
         with np.load(path) as archive:
             assert load(dict(archive)).step == 6
 
-    def test_unfinished_files_of_a_dead_process_are_replaced(self, tmp_path):
-        (tmp_path / "state.unfinished").write_bytes(b"half")
-        write_whole(tmp_path / "state", lambda file: file.write(b"whole"))
+    def test_a_killed_writer_leaves_the_old_file_and_the_next_one_removes_its_part(self, tmp_path):
+        path = tmp_path / "state"
+        write_whole(path, lambda file: file.write(b"old"))
+        code = (
+            "import os, sys; from qcomp.checkpoint import write_whole\n"
+            "write_whole(sys.argv[1], lambda file: (file.write(b'half'), file.flush(), os.kill(os.getpid(), 9)))"
+        )
+        assert subprocess.run([sys.executable, "-c", code, path], check=False, timeout=60).returncode == -9
+        (part,) = set(os.listdir(tmp_path)) - {"state"}
+        assert part.endswith(".unfinished")
+        assert path.read_bytes() == b"old"
+        write_whole(path, lambda file: file.write(b"whole"))
         assert os.listdir(tmp_path) == ["state"]
-        assert (tmp_path / "state").read_bytes() == b"whole"
+        assert path.read_bytes() == b"whole"
+
+    def test_two_writers_of_one_path_publish_whole_files_and_hear_of_each_other(self, tmp_path):
+        """As ranks that all save to one name."""
+        path = tmp_path / "state"
+
+        def first(file):
+            file.write(b"first" * 1000)
+            file.flush()
+            with pytest.warns(RuntimeWarning, match=rf"\(.*-{os.getpid()}\) writes '.*state' at the same"):
+                write_whole(path, lambda other: other.write(b"second"))
+            assert path.read_bytes() == b"second"
+
+        write_whole(path, first)
+        assert path.read_bytes() == b"first" * 1000
+        assert os.listdir(tmp_path) == ["state"]
 
     def test_a_partly_written_file_is_never_visible(self, tmp_path):
         path = tmp_path / "state"

@@ -27,6 +27,7 @@ __all__ = [
     "kind_of",
     "require_agreement",
     "require_no_problem",
+    "shared_entries",
 ]
 
 _NAMED = 8
@@ -163,11 +164,10 @@ def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] 
 
     Arrays of the kinds in ``owned_kinds`` need not be in every dict.
     """
-    first = _shared(manifests[0], owned_kinds)
+    first = shared_entries(manifests[0], owned_kinds)
     for old, manifest in enumerate(manifests):
-        other = _shared(manifest, owned_kinds)
-        # Compared as texts, since NaN is not equal to itself.
-        differing = [key for key in sorted({*first, *other}) if repr(first.get(key)) != repr(other.get(key))]
+        other = shared_entries(manifest, owned_kinds)
+        differing = [key for key in sorted({*first, *other}) if first.get(key) != other.get(key)]
         if differing:
             raise ValueError(
                 f"the dicts of old ranks 0 and {old} differ in [{some(differing)}], which must be the same on all "
@@ -175,7 +175,11 @@ def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] 
             )
 
 
-def _shared(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the entries that must be equal in all dicts; digests of arrays that belong to one rank are empty."""
+def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, str]:
+    """Return the entries that must be equal in all dicts, as text: NaN is not equal to itself.
+
+    Arrays that belong to one rank are described by their shapes, since their digests are empty.
+    """
     scalars = {name: value for name, value in manifest.scalars.items() if name != "skipped"}
-    return {**scalars, **manifest.but_kinds(WORKER, SERVER, *owned_kinds)}
+    entries = {**scalars, **manifest.but_kinds(WORKER, SERVER, *owned_kinds)}
+    return {key: repr(value) for key, value in entries.items()}

@@ -1,6 +1,7 @@
 """Checks that the ranks of an optimizer agree before the first step, and that their gradients in it differ."""
 
 import hashlib
+import json
 import math
 import re
 import zlib
@@ -9,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from qcomp.core.checkpoint.format import named_arrays, some, to_state_dict
+from qcomp.core.checkpoint.manifest import describe, shared_entries
 from qcomp.core.compressor import Compressor
+from qcomp.core.errors import MismatchError
+from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.numeric.arrays import (
@@ -29,6 +34,8 @@ __all__ = [
     "GIVE_OWN_DATA",
     "choices",
     "compare_gradients",
+    "compare_new_stage",
+    "compare_states",
     "digests",
     "explain_values",
     "facts",
@@ -50,6 +57,8 @@ _SAMPLE = 4096
 """How many elements of each gradient are compared: gradients of different data differ in most elements."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
+_EXACT_STAGES = {"warmup", "rewarm"}
+"""The stages that begin or end a time in which the ranks share everything."""
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
@@ -100,6 +109,51 @@ def explain_values(held: Sequence[Any]) -> str | None:
                 "them alike first, with params = qcomp.comm.broadcast(params, comm)"
             )
     return None
+
+
+def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str) -> Stages[None]:
+    """Raise MismatchError on every rank unless all have the same step, stage, moments, variances and counters.
+
+    Residuals, and whatever else belongs to one rank, are not compared.
+
+    Parameters
+    ----------
+    optimizer : Optimizer or OuterLoop
+        What the state belongs to.
+    state : OptimizerState
+        This rank's.
+    like : array
+        Gives the library and the device of the buffers.
+    when : str
+        When the states are compared, as the error says it, such as "after step 5".
+
+    Notes
+    -----
+    Reads all these arrays on the host, and sends a digest of each to all others.
+    """
+    if state.size == 1:
+        return
+    mean = optimizer.mean_of(state)
+    arrays = dict(named_arrays(state, mean))
+    own_kinds = (*optimizer.own_kinds(state.stage), *mean.owned_kinds)
+    own = shared_entries(describe(to_state_dict(state, mean), arrays, own_kinds), mean.owned_kinds)
+    held = [json.loads(text) for text in (yield from gather_texts(json.dumps(own), state.size, like))]
+    for rank, other in enumerate(held):
+        differing = [key for key in sorted({*held[0], *other}) if held[0].get(key) != other.get(key)]
+        if differing:
+            raise MismatchError(
+                f"{when}, the states of ranks 0 and {rank} differ in [{some(differing)}], which must be the same on "
+                "all ranks: one has the state of another step or another job. Resume all ranks from the same job and "
+                "step"
+            )
+
+
+def compare_new_stage(
+    optimizer: Any, before: OptimizerState, after: OptimizerState, like: Array
+) -> Stages[None]:
+    """Compare the states of all ranks, as `compare_states` does, if a step has begun or ended a warm-up."""
+    if before.stage != after.stage and not _EXACT_STAGES.isdisjoint((before.stage, after.stage)):
+        yield from compare_states(optimizer, after, like, f"after step {after.step}")
 
 
 def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:

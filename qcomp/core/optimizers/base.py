@@ -17,7 +17,7 @@ from qcomp.core.mean.stages import Stages, Transport, drive
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
-from qcomp.core.optimizers.agreement import compare_gradients
+from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
@@ -333,6 +333,7 @@ class Optimizer(TakesAveraging, ABC):
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
         new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
+        yield from compare_new_stage(self, state, new_state, tensors[0])
         return as_given(new_params, params), new_state
 
     def require_own(self, params: Sequence[Array], state: OptimizerState) -> None:

@@ -20,7 +20,14 @@ from qcomp.core.mean.nodes import require_rank_in
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
-from qcomp.core.optimizers.agreement import choices, digests, explain_values, facts, stream_of
+from qcomp.core.optimizers.agreement import (
+    choices,
+    compare_states,
+    digests,
+    explain_values,
+    facts,
+    stream_of,
+)
 from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.groups import patterns_of
 from qcomp.core.optimizers.makers import require_maker
@@ -124,6 +131,7 @@ def resume(
 
     world = _world(optimizer, fresh, tensors, accept)._replace(lost=lost)
     loaded = yield from _load(saved, world, load)
+    yield from compare_states(optimizer, loaded, tensors[0], "when they resume")
     if not optimizer.apart(loaded.stage):
         values = {"values": digests(fresh.names, tensors)}
         yield from handshake_stages(values, size=place.size, like=tensors[0], explain=_EXPLAIN)

@@ -10,7 +10,9 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.stages import drive
 from qcomp.core.numeric.arrays import to_compute_dtype
+from qcomp.core.optimizers.agreement import compare_new_stage
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
@@ -136,12 +138,14 @@ class OverlappedOptimizer(Joinable):
             for number, gradient in gradients.items():
                 values[number] = to_compute_dtype(gradient)
             old = step.values()
+            before = step.state
             moved, step.state = step.optimizer.apply(
-                old, means._replace(values=tuple(values), donate=True), step.state
+                old, means._replace(values=tuple(values), donate=True), before
             )
             for param, value, new in zip(step.params.tensors, old, moved, strict=True):
                 if new.data_ptr() != value.data_ptr():
                     param.copy_(new)
+            drive(compare_new_stage(step.optimizer, before, step.state, old[0]), step.comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch's optimizers do."""
