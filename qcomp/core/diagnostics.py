@@ -1,7 +1,7 @@
 """Measures the effect of compression during a run: residuals, direction, bytes, and drift of replicas."""
 
 import copy
-import hashlib
+import json
 import math
 import struct
 import warnings
@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from qcomp.core import primitives
+from qcomp.core.checkpoint.format import some
+from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
+from qcomp.core.optimizers.agreement import digests, shared_by_ranks
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.compression import EXACT, Average, Means, Part
 from qcomp.core.optimizers.tensors import as_given, as_tensors
@@ -22,8 +25,6 @@ from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Diagnostics", "Facts", "Notes", "counted", "message_of", "report_of"]
-
-_DIGEST_BYTES = 8
 
 
 class Facts(NamedTuple):
@@ -75,8 +76,9 @@ class Diagnostics:
     - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| over the chunk that a rank serves; mean and
       maximum over the servers.
     - ``variance_ratio``: from a `VarianceWatch`, once it has measured.
-    - ``drifted_ranks``: in a step that compares replicas, the number of ranks whose parameters differ in any bit from
-      those of the majority. If there are any, all ranks warn, and name them and the tensors.
+    - ``drifted_ranks``: in a step that compares replicas, the number of ranks whose parameters, moments, variances or
+      counters differ in any bit from those of the majority. If there are any, all ranks warn, and name them and what
+      differs. Residuals belong to one rank, and are not compared.
 
     Parameters
     ----------
@@ -86,8 +88,8 @@ class Diagnostics:
         The most elements of the compressed tensors to sample, equally spaced. The spacing is odd, so that the samples
         are not confined to a few columns of a matrix.
     replicas_every : int, optional
-        Number of steps between comparisons of the parameters across ranks; None never compares. Ranks are not compared
-        while an optimizer lets them make local steps.
+        Number of steps between comparisons of parameters and states across ranks; None never compares. Ranks are not
+        compared while an optimizer lets them make local steps.
     direction_steps : int
         Number of steps that ``direction`` sums. Best is 1 / (1 - b1), the averaging length of the momentum.
         ``direction`` is reported once these diagnostics have made that many consecutive steps.
@@ -95,8 +97,8 @@ class Diagnostics:
     Notes
     -----
     Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, and 40 bytes to every rank. A comparison reads all
-    parameters on the host and sends 8 bytes per tensor to every rank. In a hierarchical mean p_i is the rank's own
-    contribution to its node's sum.
+    parameters and shared arrays of the state on the host, and sends about 100 bytes for each of them to every rank. In
+    a hierarchical mean p_i is the rank's own contribution to its node's sum.
 
     Examples
     --------
@@ -161,7 +163,7 @@ class Diagnostics:
         tensors = as_tensors(params, "params")
         drifted: dict[str, float] = {}
         if self._compares(state):
-            drifted = yield from _compare(tensors, state)
+            drifted = yield from _compare(self.optimizer, tensors, state)
         notes = Notes(self.sample)
         (new_params, new_state), sent = yield from counted(
             _watched(self.optimizer, notes).stages(tensors, grads, state), state.rank
@@ -311,24 +313,24 @@ def counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
         arrived = yield request
 
 
-def _compare(params: Sequence[Array], state: OptimizerState) -> Stages[dict[str, float]]:
-    """Return how many ranks differ from the majority's parameters, and warn if any do."""
-    digests = b"".join(hashlib.sha256(host_bytes(p)).digest()[:_DIGEST_BYTES] for p in params)
-    arrived = yield AllGather(_buffer(digests, params[0]), (len(digests),) * state.size)
-    held = [host_bytes(part) for part in arrived]
+def _compare(
+    optimizer: Optimizer, params: Sequence[Array], state: OptimizerState
+) -> Stages[dict[str, float]]:
+    """Return how many ranks differ from the majority in what they must share, and warn if any do."""
+    own = json.dumps([*digests(state.names, params), *sorted(shared_by_ranks(optimizer, state).items())])
+    held = yield from gather_texts(own, state.size, params[0])
     usual = max(held, key=held.count)
     drifted = [rank for rank, found in enumerate(held) if found != usual]
     if drifted:
-        places = range(0, len(usual), _DIGEST_BYTES)
-        differing = [
-            name
-            for name, at in zip(state.names, places, strict=True)
-            if any(found[at : at + _DIGEST_BYTES] != usual[at : at + _DIGEST_BYTES] for found in held)
-        ]
+        entries = [[tuple(entry) for entry in json.loads(found)] for found in held]
+        common = set(entries[0]).intersection(*entries)
+        differing = dict.fromkeys(
+            name for found in entries for name, value in found if (name, value) not in common
+        )
         same = [rank for rank in range(state.size) if rank not in drifted]
         warnings.warn(
             f"replicas have drifted apart: after step {state.step}, {name_ranks(drifted)} and {name_ranks(same)} "
-            f"have different values of {', '.join(differing[:5])}{' and more' if len(differing) > 5 else ''}",
+            f"have different values of {some(list(differing))}",
             stacklevel=5,
         )
     return {"drifted_ranks": float(len(drifted))}

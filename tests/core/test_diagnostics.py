@@ -1,5 +1,6 @@
 """A report agrees with NumPy on the states and gradients of all ranks, and reporting does not change the step."""
 
+import dataclasses
 import math
 import re
 import warnings
@@ -11,6 +12,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.checkpoint.format import named_arrays
 
 SHAPES = [(40,), (7, 9), (3,)]
 NAMES = ("embedding", "layer/weight", "bias")
@@ -341,9 +343,33 @@ class TestReplicas:
         others = " and ".join(str(r) for r in range(3) if r != rank)
         assert set(told) == {
             f"replicas have drifted apart: after step {step}, rank {rank} and ranks {others} have different values of "
-            f"{NAMES[tensor]}"
+            f"{NAMES[tensor]!r}"
             for step in (2, 3)
         }
+
+    @pytest.mark.parametrize("kind", ["momentum.w", "variance.w"])
+    def test_a_moment_of_another_job_is_found_and_named(self, kind):
+        """In a warm-up no moment is sent, and parameters may stay alike for long."""
+        opt = dataclasses.replace(one_bit(freeze=10, learning_rate=0.0), exact=None)
+        watched = qcomp.Diagnostics(opt, replicas_every=1)
+
+        def rank_main(comm):
+            params = [np.ones(8, np.float32)]
+            state, reports = opt.init(params, comm, ["w"]), []
+            for step in range(2):
+                if step == 1 and comm.rank == 0:
+                    array = dict(named_arrays(state, opt.mean_of(state)))[kind]
+                    array.view(np.uint32)[-1] ^= 1
+                params, state, report = watched.step(
+                    params, [np.full(8, comm.rank + 0.5, np.float32)], state, comm
+                )
+                reports.append(report["drifted_ranks"])
+            return reports
+
+        with pytest.warns(UserWarning, match="have different values of") as caught:
+            reports = run_local(3, rank_main, timeout=20)
+        assert reports == [[0, 1]] * 3
+        assert kind in str(caught[0].message)
 
     def test_replicas_are_compared_at_the_given_interval(self):
         for every, expected in ((2, [0, None, 1, None]), (3, [0, None, None, 1]), (None, [None] * 4)):

@@ -42,6 +42,7 @@ __all__ = [
     "first_elements",
     "same_gradients",
     "settings_of",
+    "shared_by_ranks",
     "stream_of",
 ]
 
@@ -133,11 +134,8 @@ def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str
     """
     if state.size == 1:
         return
-    mean = optimizer.mean_of(state)
-    arrays = dict(named_arrays(state, mean))
-    own_kinds = (*optimizer.own_kinds(state.stage), *mean.owned_kinds)
-    own = shared_entries(describe(to_state_dict(state, mean), arrays, own_kinds), mean.owned_kinds)
-    held = [json.loads(text) for text in (yield from gather_texts(json.dumps(own), state.size, like))]
+    own = json.dumps(shared_by_ranks(optimizer, state))
+    held = [json.loads(text) for text in (yield from gather_texts(own, state.size, like))]
     for rank, other in enumerate(held):
         differing = [key for key in sorted({*held[0], *other}) if held[0].get(key) != other.get(key)]
         if differing:
@@ -146,6 +144,14 @@ def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str
                 "all ranks: one has the state of another step or another job. Resume all ranks from the same job and "
                 "step"
             )
+
+
+def shared_by_ranks(optimizer: Any, state: OptimizerState) -> dict[str, str]:
+    """Return what the states of all ranks must have in common, by name: numbers, and digests of arrays."""
+    mean = optimizer.mean_of(state)
+    arrays = dict(named_arrays(state, mean))
+    own_kinds = (*optimizer.own_kinds(state.stage), *mean.owned_kinds)
+    return shared_entries(describe(to_state_dict(state, mean), arrays, own_kinds), mean.owned_kinds)
 
 
 def compare_new_stage(
