@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,7 +19,7 @@ UNMEASURED = 3.0
 """Steps that a comparison counts for each step of exact training, if a method's steps to a loss were not measured."""
 TASKS = ("language model", "residual network", "adversarial network")
 """The tasks of the studies."""
-STUDIED = {
+STUDIED: Mapping[str, Callable[..., OuterLoop]] = {
     "LocalSGD": local_sgd,
     "DiLoCo": diloco,
     "SparseLoCo": partial(sparse_loco, averaging=Averaging(topology="all_gather")),

@@ -22,6 +22,7 @@ __all__ = [
     "ignored_by",
     "inside_compiled",
     "is_joined_without",
+    "runs_hooks",
     "take_off_scale",
     "writes_to",
 ]
@@ -57,6 +58,13 @@ def take_off_scale(optimizer: Any) -> None:
     """Let a step find no scale, because its gradients have none any more."""
     if hasattr(optimizer, "grad_scale"):
         optimizer.grad_scale = None
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch runs the hooks of an optimizer's steps, which it arranges when the optimizer is made."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # so that torch has made one
+    _require(torch.optim.SGD.step, "hooked", "know that an outer loop will notice an optimizer's steps")
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def default_store() -> Any:

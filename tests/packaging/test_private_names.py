@@ -44,9 +44,10 @@ USED = {
     "enable",
     "found_inf",
     "grad_scale",
+    "hooked",
     "is_first_joinable",
 }
-"""Names whose use is tested below, or by the tests of `Join`."""
+"""Names whose use is tested below, or by the tests of `Join` and of outer loops."""
 LISTED = USED | {part for name in ATTRIBUTES + STORED for part in re.split("[.:]", name)[1:]}
 
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
