@@ -13,6 +13,7 @@ from qcomp.private_names import require
 __all__ = [
     "COMPILED",
     "ScaledStep",
+    "averages_over_replicas",
     "call_at_end",
     "default_store",
     "found_inf",
@@ -113,6 +114,18 @@ def is_joined_without(model: Any, other: Any) -> bool:
         for x in (model, other)
     )
     return bool(joined.enable and (not own.enable or own.is_first_joinable))
+
+
+def averages_over_replicas(state: Any) -> bool:
+    """Return whether FSDP2 averages gradients over replicas now, see ``set_requires_all_reduce``.
+
+    Parameters
+    ----------
+    state : object
+        Of a module, see `fsdp_state_of`.
+    """
+    use = "accumulate gradients without averaging them"
+    return bool(_require(_require(state, "_fsdp_param_group", use), "all_reduce_grads", use))
 
 
 def fsdp_state_of() -> Callable[[Any], object]:
