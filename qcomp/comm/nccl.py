@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 
 from qcomp.comm.buffers import check_buffer, from_host, stage_exchange, to_host
-from qcomp.comm.headers import disagreement, header, header_size
+from qcomp.comm.headers import header, header_size, require_agreement
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
 
@@ -107,11 +107,8 @@ class NCCLCommunicator(Verbs):
 
     def _agree(self, verb: str, sent: list[int], expected: list[int]) -> None:
         """Raise on every rank unless all call the same verb with matching sizes."""
-        problem = disagreement(
-            self._comm.all_gather(header(verb, sent, expected), [header_size(self.size)] * self.size)
-        )
-        if problem is not None:
-            raise CommunicatorError(problem)
+        own = header(verb, sent, expected)
+        require_agreement(self._comm.all_gather(own, [header_size(self.size)] * self.size))
 
     def _move(self, peers: list[int], buffers: list[Any], received: dict[int, Any]) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr

@@ -79,6 +79,10 @@ class TorchCommunicator(Verbs):
         Bytes that this rank has passed to torch.distributed for other ranks, without headers.
     timeout : float
         Seconds.
+    subjects : sequence of str
+        What exchanges may be about, the same on all ranks.
+    subject : int
+        Which of these the next exchanges are about; the headers contain it, and ranks that differ raise MismatchError.
 
     Raises
     ------
@@ -162,6 +166,8 @@ class TorchCommunicator(Verbs):
         self.host = host_name(platform.node())
         self.bytes_sent = 0
         self.timeout = timeout
+        self.subject = 0
+        self.subjects: Sequence[str] = ()
         self._closed: str | None = None
         self._under_way: dict[int, list[Any]] = {}
         self._gloo = _connect(store, rank=rank, size=size, timeout=timeout)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import array_api_compat
 
 from qcomp.comm.buffers import from_host
-from qcomp.comm.headers import disagreement, header, header_size
+from qcomp.comm.headers import header, header_size, require_agreement
 from qcomp.comm.torch_library import torch
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
@@ -32,6 +32,8 @@ class _Connections(Protocol):
 
     rank: int
     timeout: float
+    subject: int
+    subjects: Sequence[str]
 
     def require_open(self, verb: str) -> None:
         """Raise if an exchange has failed before."""
@@ -103,7 +105,7 @@ class TorchExchange:
         self.number = comm.begin()
         self._deadline = 0.0
         sent = [tensor.shape[0] for tensor in tensors]
-        self._header = torch.from_numpy(header(verb, sent, sizes))
+        self._header = torch.from_numpy(header(verb, sent, sizes, comm.subject))
         self._headers = [torch.empty(header_size(n), dtype=torch.uint8) for _ in range(n)]
         self._headers[comm.rank] = self._header
         pinned = not on_device and any(array_api_compat.is_torch_array(x) and x.is_cuda for x in like)
@@ -219,9 +221,7 @@ class TorchExchange:
     def _read_headers(self) -> None:
         pending, self._receiving_headers = self._receiving_headers, {}
         self._wait_for("nothing came from", pending.items())
-        problem = disagreement([data.numpy() for data in self._headers])
-        if problem is not None:
-            raise CommunicatorError(problem)
+        require_agreement([data.numpy() for data in self._headers], self._comm.subjects)
 
     def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
         works = list(pending)
