@@ -146,8 +146,10 @@ def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
     for number, group in enumerate(groups):
         if key not in group:
             raise ValueError(f"param_groups[{number}] lacks {key}; expected one value for all groups")
-    first = groups[0][key]
-    for number, group in enumerate(groups):
+    readers = [(number, group) for number, group in enumerate(groups) if _reads(group, key)]
+    (place, group), *_ = readers = readers or list(enumerate(groups))
+    first = group[key]
+    for number, group in readers:
         if getattr(group[key], "shape", ()):
             raise TypeError(
                 f"param_groups[{number}] has {key}={group[key]!r:.200}; expected numbers: take them out of the tensor "
@@ -155,10 +157,17 @@ def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
             )
         if group[key] != first:
             raise ValueError(
-                f"param_groups[{number}] has {key}={group[key]!r:.200}, param_groups[0] has {first!r:.200}; expected "
-                "one value for all groups, which are averaged in the same messages: use an optimizer for each value"
+                f"param_groups[{number}] has {key}={group[key]!r:.200}, param_groups[{place}] has {first!r:.200}; "
+                "expected one value for all groups, which are averaged in the same messages: use an optimizer for each "
+                "value"
             )
     return tuple(first) if isinstance(first, list) else first
+
+
+def _reads(group: Mapping[str, Any], key: str) -> bool:
+    """Return whether a setting has an effect in a group: with ``use_muon``, the momentum or the settings of AdamW."""
+    use_muon = group.get("use_muon")
+    return use_muon is None or (key == "momentum") == use_muon
 
 
 class _Rate:

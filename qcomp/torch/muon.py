@@ -22,14 +22,16 @@ __all__ = ["Muon"]
 class Muon(AveragingOptimizer):
     """Muon for matrices with compressed gradients and updates, AdamW for all else: `qcomp.Muon` as a torch optimizer.
 
-    Name the embeddings and the output head in ``others``, or put them into a group with ``others=True``: nothing else
-    tells them from the weights between hidden layers, and Muon suits only the latter.
+    Name the embeddings and the output head in ``others``, or put them into a group with ``others=True`` or
+    ``use_muon=False``: nothing else tells them from the weights between hidden layers, and Muon suits only the latter.
 
     Parameters
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
-        in errors, for random draws and for ``others``; give names on all ranks, or on none.
+        in errors, for random draws and for ``others``; give names on all ranks, or on none. A group may have
+        ``use_muon``, as in Keller Jordan's ``MuonWithAuxAdam``: AdamW moves all tensors of a group where it is False,
+        with the group's own ``lr``, ``betas`` and ``eps``; Muon those where it is True, with ``momentum``.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0; that of AdamW is ``adam_learning_rate_factor`` times it. Each group has its
         own, which schedulers may change.
@@ -44,8 +46,13 @@ class Muon(AveragingOptimizer):
         The factor of a matrix's learning rate, as in ``torch.optim.Muon``.
     others : sequence of str, callable or bool, default ()
         The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
-        none. Each group may have its own, fixed from the first step on. Tensors with fewer than two dimensions are
-        always among them.
+        none. Each group may have its own, fixed from the first step on. Vectors and depthwise kernels are always among
+        them.
+    stacks : sequence of str, default ()
+        Patterns of the names of tensors whose slices along the first axis are matrices of their own, such as experts.
+    splits : mapping of str to int or sequence of int, default {}
+        Patterns of the names of matrices that hold several along the axis of the outputs, such as queries, keys and
+        values, and the number of equal parts or their rows: ``{"*qkv*": 3}``. 1 says that a tensor is one matrix.
     output_axis : {0, -1}, default 0
         The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional
@@ -57,8 +64,8 @@ class Muon(AveragingOptimizer):
         Dtype of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as
         fast on GPUs and on CPUs that have it.
     adam_learning_rate_factor : float, optional
-        The learning rate of AdamW, as a factor of that of the group. None, the default, is 0.1 with
-        ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
+        The learning rate of AdamW, as a factor of that of the group. None, the default, is 1 with
+        ``adjust_lr_fn="match_rms_adamw"``, or if a group has ``use_muon=False``; else 0.1.
     betas : tuple of two floats, default (0.9, 0.999)
         Decay rates of AdamW's momentum and variance, each from 0 to below 1. The same in all groups.
     eps : float, default 1e-8
@@ -95,7 +102,7 @@ class Muon(AveragingOptimizer):
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum", "betas", "eps")
-    fixed: ClassVar[tuple[str, ...]] = ("others",)
+    fixed: ClassVar[tuple[str, ...]] = ("others", "use_muon")
 
     def __init__(
         self,
@@ -107,6 +114,8 @@ class Muon(AveragingOptimizer):
         nesterov: bool = True,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
         others: Sequence[str] | ExactPolicy | bool = (),
+        stacks: Sequence[str] = (),
+        splits: Mapping[str, int | Sequence[int]] | tuple[()] = (),
         output_axis: int = 0,
         block_rows: int | None = None,
         newton_schulz_steps: int = 5,
@@ -127,17 +136,19 @@ class Muon(AveragingOptimizer):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "others": others,
+            "use_muon": None,
             "betas": betas,
             "eps": eps,
         }
         settings: dict[str, Any] = {
             "nesterov": nesterov,
             "adjust_lr_fn": adjust_lr_fn,
+            "stacks": stacks,
+            "splits": splits,
             "output_axis": output_axis,
             "block_rows": block_rows,
             "newton_schulz_steps": newton_schulz_steps,
             "newton_schulz_dtype": newton_schulz_dtype,
-            "adam_learning_rate_factor": adam_learning_rate_factor,
             "compressor": compressor,
             "update_compressor": update_compressor,
             "whiten_steps": whiten_steps,
@@ -145,22 +156,50 @@ class Muon(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
+        self._adam_factor = adam_learning_rate_factor
         super().__init__(params, of_groups, partial(optimizers.Muon, **settings), comm)
+
+    def _begin(self) -> None:
+        """Compare the parameters of all ranks, and start; see `AveragingOptimizer`."""
+        super()._begin()
+        if self._adam_factor is not None or not self._has_rates_of_adam(self.param_groups):
+            return
+        rates_of_adam = {
+            id(p) for group in self.param_groups if group["use_muon"] is False for p in group["params"]
+        }
+        for name, p, by_adam in zip(self._names, self._tensors, self.core_state.exact, strict=True):
+            if by_adam and id(p) not in rates_of_adam:
+                raise ValueError(
+                    f"AdamW moves {name!r} of shape {tuple(p.shape)}, whose group has no use_muon=False, and so a "
+                    "learning rate of Muon: put it into a group with use_muon=False, which has the rate of AdamW, or "
+                    "pass adam_learning_rate_factor"
+                )
+
+    @staticmethod
+    def _has_rates_of_adam(groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether some groups have the learning rate of AdamW itself, instead of one for a factor."""
+        return any(group["use_muon"] is False for group in groups)
 
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Return the ``others`` that all groups have, or a policy that asks each tensor's group."""
-        first, *rest = [group["others"] for group in groups]
+        """Return the ``others`` that all groups have, or a policy that asks each tensor's group; and AdamW's factor."""
+        factor = self._adam_factor
+        if factor is None and self._has_rates_of_adam(groups):
+            factor = 1.0
+        return {"adam_learning_rate_factor": factor, "others": self._others(groups, names)}
+
+    def _others(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> Any:
+        first, *rest = [_others_of(number, group) for number, group in enumerate(groups)]
         if first == () and not any(rest) and not any(group.get("param_names") for group in groups):
             self._warn_without_names(groups)
         if not isinstance(first, bool) and all(others == first for others in rest):
-            return {"others": first}
+            return first
         policies = [
             others if callable(others) or isinstance(others, bool) else ExactBelow(0, others)
             for others in (first, *rest)
         ]
-        return {"others": exact_of([{"exact": policy} for policy in policies], names)}
+        return exact_of([{"exact": policy} for policy in policies], names)
 
     def _warn_without_names(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Warn that nothing tells embeddings and heads from other matrices."""
@@ -171,3 +210,15 @@ class Muon(AveragingOptimizer):
                 "head are among them, pass named_parameters() and others=, or put them into a group with others=True; "
                 "if not, pass others=False"
             )
+
+
+def _others_of(number: int, group: Mapping[str, Any]) -> Any:
+    """Return the ``others`` of a group, which ``use_muon`` may decide."""
+    others, use_muon = group["others"], group["use_muon"]
+    if use_muon is None:
+        return others
+    if not isinstance(use_muon, bool):
+        raise TypeError(f"param_groups[{number}] has use_muon={use_muon!r}; expected True or False")
+    if use_muon and others is True:
+        raise ValueError(f"param_groups[{number}] has use_muon=True and others=True; expected one of them")
+    return (others or False) if use_muon else True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -40,8 +41,14 @@ _PARAMETER = "parameter."
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_OF_TORCH = ("amsgrad", "dampening", "maximize", "nesterov")
-"""Settings of torch's optimizers that change what a step does."""
+_OF_TORCH = {"amsgrad": False, "dampening": 0, "maximize": False, "nesterov": False}
+"""Settings of torch's optimizers that change what a step does, with the values that say what it does here."""
+_OF_OTHERS = {
+    *("capturable", "differentiable", "foreach", "fused"),  # how torch's optimizers compute
+    *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of torch's schedulers
+    *("group_name", "lr_scale", "name"),  # of Lightning's LearningRateMonitor, and of timm's schedulers
+}
+"""Keys of groups that others write and read."""
 
 
 def untraced(function: _Function) -> _Function:
@@ -105,7 +112,6 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         self._tensors = list(chain.from_iterable(of_groups))
         if not self._tensors:
             raise ValueError("params has no parameter that requires a gradient; expected at least one")
-        self._require_read(groups)
         self._fixed = [{key: group[key] for key in self.fixed} for group in groups]
         names = names_of(groups, self._model)
         self._names = tuple(chain.from_iterable(names))
@@ -117,17 +123,29 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             optimizer = self._settings.optimizer(groups, 0)
             self._take(optimizer.init(self._values(), self._comm, self._names))
 
-    def _require_read(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError if a group has a setting that would have no effect there."""
-        of_all = inspect.signature(type(self)).parameters.keys() - self.defaults.keys()
-        for number, group in enumerate(groups):
-            for key, value in group.items():
-                if key in of_all - {"params"} or (key in _OF_TORCH and value and key not in self.defaults):
-                    cure = "pass it to the optimizer" if key in of_all else "leave it out"
-                    raise ValueError(
-                        f"param_groups[{number}] has {key}={shown(value)}, which {type(self).__name__} does not read "
-                        f"from groups: {cure}"
-                    )
+    def _require_read(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError if a new group has a setting that would have no effect there."""
+        own = self.defaults.keys() | {"params", "param_names"}
+        of_all = inspect.signature(type(self)).parameters.keys() - own
+        for key, value in group.items():
+            if key in own:
+                continue
+            if key in of_all:
+                cure = "pass it to the optimizer"
+            elif key in _OF_OTHERS or (key in _OF_TORCH and value == _OF_TORCH[key]):
+                continue
+            elif key in _OF_TORCH:
+                cure = "leave it out"
+            else:
+                close = get_close_matches(str(key), self.defaults, n=1)
+                cure = (
+                    f"{f'did you mean {close[0]!r}? ' if close else ''}Known are {', '.join(self.defaults)}. Leave it "
+                    "out; or, if a scheduler of yours reads it, set it in param_groups once the optimizer is made"
+                )
+            raise ValueError(
+                f"param_groups[{len(self.param_groups)}] has {key}={shown(value)}, which {type(self).__name__} does "
+                f"not read from groups: {cure}"
+            )
 
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
@@ -238,6 +256,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         ------
         RuntimeError
             After the first step: all parameters share one count of steps, and with it warm-up and bias corrections.
+        ValueError
+            If it has a setting that nothing reads there.
         """
         state = self._state
         if self._overlapped is not None:
@@ -250,6 +270,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                 "of steps, on which warm-up and bias corrections depend: add groups before the first step, or make "
                 "another optimizer for them"
             )
+        if isinstance(param_group, dict):  # torch says what it expected otherwise
+            self._require_read(param_group)
         before = dict(vars(self))
         super().add_param_group(param_group)
         if state is None:

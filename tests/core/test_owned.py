@@ -24,13 +24,15 @@ STEPS = 12
 class Tripled:
     """Updates that are linear in the means, so that sums show what was lost; the momentum is the sum of the means."""
 
-    def cost(self, shape):
+    def cost(self, tensor, shape):
         return prod(shape)
 
-    def sides(self, shape):
+    def sides(self, tensor, shape):
+        assert shape == SHAPES[tensor]
         return shape[0], prod(shape[1:])
 
-    def updates(self, means, momenta, shapes):
+    def updates(self, means, momenta, tensors, shapes):
+        assert len(tensors) == len(shapes)
         assert [m.shape for m in means] == [m.shape for m in momenta] == [(prod(s),) for s in shapes]
         return [3 * mean for mean in means], [m + mean for m, mean in zip(momenta, means, strict=True)]
 
@@ -128,7 +130,7 @@ def test_feedback_loses_nothing_of_whitened_gradients(lockstep, size, pair):
             exact[i] += sum(v[i] for v in values) / size
     lossy = not pair[0].traits.lossless
     for i, (total, _) in owned(mean, states).items():
-        sides = Tripled().sides(SHAPES[i])
+        sides = Tripled().sides(i, SHAPES[i])
         owed = sum(s.worker[i] for s in states) / size if lossy else np.zeros_like(total)
         expected = whitened(exact[i].ravel(), whiteners[i], sides) - owed
         np.testing.assert_allclose(whitened(total, whiteners[i], sides), expected, rtol=0, atol=1e-11)
@@ -205,7 +207,7 @@ class Momentum(Tripled):
 
     nesterov: bool
 
-    def updates(self, means, momenta, shapes):
+    def updates(self, means, momenta, tensors, shapes):
         new = [0.95 * m + 0.05 * mean for m, mean in zip(momenta, means, strict=True)]
         ahead = [0.95 * m + 0.05 * mean for m, mean in zip(new, means, strict=True)]
         return (ahead if self.nesterov else new), new

@@ -238,7 +238,7 @@ def turned(x, axis, *, back=False):
 
 class TestBlocks:
     @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
-    @pytest.mark.parametrize("block_rows", [1, 4, 7, 12])
+    @pytest.mark.parametrize("block_rows", [2, 4, 7, 12])
     def test_a_block_moves_as_a_matrix_of_its_own(self, grads, lockstep, block_rows, adjust_lr_fn):
         settings = {**EXACT, "adjust_lr_fn": adjust_lr_fn, "weight_decay": 0.1, "others": ("bias",)}
         (whole,), _ = run(muon(**settings, block_rows=block_rows), grads, lockstep, 1)
@@ -494,6 +494,230 @@ class TestWhitening:
             means = [sum(s.exchange.worker[i] for s in world) / len(world) for world in (states, loaded)]
             np.testing.assert_allclose(*means, rtol=0, atol=1e-5)
         run(opt, grads, lockstep, new, states=loaded, params=[params[0]] * new, first=4, steps=5)
+
+
+PARTS_NAMES = ["experts", "fused", "both", "whole"]
+PARTS = {"stacks": ("experts", "b*"), "splits": {"both": 2, "fused": (6, 3, 3), "*": 1}}
+
+
+def parts_shapes(axis):
+    return [turned_shape(s, axis) for s in [(6, 8), (12, 5), (6, 4), (9, 7)]]
+
+
+def turned_shape(shape, axis):
+    """Return a shape with its outputs on an axis; the first and the third tensor are stacks of 4."""
+    own = shape if axis == 0 else shape[::-1]
+    return (4, *own) if shape in ((6, 8), (6, 4)) else own
+
+
+def parts_of(tensors, axis):
+    """Return each matrix in tensors of `parts_shapes`, by a name that says where it was."""
+    found = {}
+    for name, x in zip(PARTS_NAMES, tensors, strict=True):
+        slices = list(x) if name in ("experts", "both") else [x]
+        bounds = {"both": [3], "fused": [6, 9]}.get(name, [])
+        for i, one in enumerate(slices):
+            for j, part in enumerate(np.split(one, bounds, axis)):
+                found[f"{name}.{i}.{j}"] = np.ascontiguousarray(part)
+    return found
+
+
+class TestParts:
+    """A slice of a stack and a part of a fused matrix move as matrices of their own."""
+
+    @pytest.mark.parametrize(
+        ("axis", "changes"),
+        [
+            (0, {}),
+            (0, {"block_rows": 2, "adjust_lr_fn": "match_rms_adamw"}),
+            (-1, {"nesterov": False}),
+            (-1, {"adjust_lr_fn": "match_rms_adamw", "block_rows": 4}),
+        ],
+    )
+    def test_each_moves_like_a_tensor_of_its_own(self, grads, axis, changes):
+        settings = {"learning_rate": 0.05, "output_axis": axis, "weight_decay": 0.1, **EXACT, **changes}
+        comm, shapes = LocalCommunicator.alone(), parts_shapes(axis)
+        opt, apart = qcomp.Muon(**settings, **PARTS), qcomp.Muon(**settings, splits={"*": 1})
+        held = grads(shapes, 99, 0)
+        cut = parts_of(held, axis)
+        names, separate = list(cut), list(cut.values())
+        state = opt.init(held, comm, PARTS_NAMES)
+        other = apart.init(separate, comm, names)
+        assert not any(state.exact + other.exact)
+        for step in range(3):
+            given = grads(shapes, 0, step)
+            held, state = opt.step(held, given, state, comm)
+            separate, other = apart.step(separate, list(parts_of(given, axis).values()), other, comm)
+        for one, expected in zip(parts_of(held, axis).values(), separate, strict=True):
+            assert one.tobytes() == expected.tobytes()
+
+    @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+    def test_each_moves_as_muon_of_torch_moves_it(self, grads, monkeypatch, adjust_lr_fn):
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        opt = qcomp.Muon(learning_rate=0.05, **EXACT, **PARTS, adjust_lr_fn=adjust_lr_fn)
+        comm, shapes = LocalCommunicator.alone(), parts_shapes(0)
+        held = grads(shapes, 99, 0, np.float64)
+        leaves = [torch.from_numpy(np.array(p)).requires_grad_() for p in parts_of(held, 0).values()]
+        theirs = torch.optim.Muon(leaves, lr=0.05, weight_decay=0.0, adjust_lr_fn=adjust_lr_fn)
+        state = opt.init(held, comm, PARTS_NAMES)
+        for step in range(4):
+            given = grads(shapes, 0, step, np.float64)
+            for leaf, g in zip(leaves, parts_of(given, 0).values(), strict=True):
+                leaf.grad = torch.from_numpy(np.array(g))
+            theirs.step()
+            held, state = opt.step(held, given, state, comm)
+        for one, leaf in zip(parts_of(held, 0).values(), leaves, strict=True):
+            np.testing.assert_allclose(one, leaf.detach().numpy(), rtol=0, atol=1e-11)
+
+    @pytest.mark.parametrize(("axis", "changes"), [(0, {}), (-1, WHITENED), (0, WHITENED)])
+    def test_compressed_and_resumed_with_other_ranks(self, grads, lockstep, axis, changes):
+        """A state has the entries of whole tensors, and goes on with another number of ranks."""
+        opt = qcomp.Muon(learning_rate=0.05, output_axis=axis, **COARSE, **PARTS, **changes)
+        plain = qcomp.Muon(learning_rate=0.05, output_axis=axis, **COARSE)
+        shapes = parts_shapes(axis)
+
+        def steps(params, states, first):
+            for step in range(first, first + 3):
+                pairs = enumerate(zip(params, states, strict=True))
+                results = lockstep([opt.stages(p, grads(shapes, r, step), s) for r, (p, s) in pairs])
+                params, states = [p for p, _ in results], [s for _, s in results]
+                assert len({b"".join(x.tobytes() for x in p) for p in params}) == 1
+            return params, states
+
+        held = grads(shapes, 99, 0)
+        params, states = steps(
+            [held] * 2,
+            lockstep([opt.init_stages(held, rank=r, size=2, names=PARTS_NAMES) for r in range(2)]),
+            0,
+        )
+        dicts = [opt.state_dict(s) for s in states]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = plain.init(held, LocalCommunicator.alone(), PARTS_NAMES)
+            of_plain = plain.state_dict(whole)
+            assert {k: np.shape(v) for k, v in of_plain.items() if k.startswith("owner")} == {
+                k: np.shape(v) for one in dicts for k, v in one.items() if k.startswith("owner")
+            }
+            loaded = lockstep(
+                [opt.load_stages(dicts, params[0], rank=r, size=3, names=PARTS_NAMES) for r in range(3)]
+            )
+        if changes:  # a stack and a fused matrix have one whitener, of their inputs
+            sides = [x.shape for x in loaded[0].arrays["whitener"]]
+            assert sides == (
+                [(8, 8), (5, 5), (4, 4), (7, 7)] if axis == 0 else [(6, 6), (5, 5), (6, 6), (7, 7)]
+            )
+        steps([params[0]] * 3, loaded, 3)
+
+    def test_owners_share_what_the_parts_cost(self):
+        opt = qcomp.Muon(learning_rate=0.1, stacks=("a",), splits={"b": 4})
+        state = opt.init([np.ones((4, 32, 32)), np.ones((128, 32))], LocalCommunicator.alone(), ["a", "b"])
+        mean = opt.mean_of(state)
+        assert mean is opt.mean_of(state._replace(step=7))  # and so keeps its layouts
+        assert mean.work([(4, 32, 32), (128, 32)], 2) == qcomp.Muon(learning_rate=0.1).mean.work(
+            [(32, 32)] * 8, 2
+        )
+
+    def test_vectors_are_moved_by_adamw_whatever_their_number_of_axes(self):
+        def moved(shape, axis=0, **settings):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Muon orthogonalises nothing")
+                opt = qcomp.Muon(learning_rate=0.1, output_axis=axis, **settings)
+                return opt.init(
+                    [np.ones((8, 8)), np.ones(shape)], LocalCommunicator.alone(), ["m", "x"]
+                ).exact[1]
+
+        for shape in [(40, 1), (1, 40), (1, 5, 40), (40, 1, 1), (32, 1, 3, 3), (32, 1, 5)]:
+            assert moved(shape)
+            assert moved(shape[::-1], -1)
+        for shape in [(40, 2), (32, 2, 3, 3), (2, 4)]:
+            assert not moved(shape)
+            assert not moved(shape[::-1], -1)
+        with pytest.raises(ValueError, match="stacks has the pattern 'x', which matches no tensor that Muon"):
+            moved((8, 32), stacks=("x",))  # biases of 8 experts
+
+    @pytest.mark.parametrize(
+        ("settings", "error", "text"),
+        [
+            ({"stacks": "experts"}, TypeError, "stacks is 'experts'; expected a sequence of patterns"),
+            ({"stacks": ("expert",)}, ValueError, "stacks has the pattern 'expert', which matches no tensor"),
+            ({"splits": {"q*": 3}}, ValueError, r"splits has the pattern 'q\*', which matches no tensor"),
+            (
+                {"splits": {"fused": 5}},
+                ValueError,
+                r"splits has 5 for 'fused' of shape \(12, 5\), with 12 outputs",
+            ),
+            ({"splits": {"fused": [6, 3]}}, ValueError, r"splits has \(6, 3\) for 'fused'"),
+            (
+                {"stacks": ("both",), "splits": {"both": 4}},
+                ValueError,
+                r"splits has 4 for each slice of 'both' of shape \(4, 6, 4\), with 6 outputs on axis 0; expected a",
+            ),
+            ({"splits": {"fused": 0}}, ValueError, "splits has 0 for 'fused'; expected integers, at least 1"),
+            ({"splits": {"fused": ()}}, ValueError, r"splits has \(\) for 'fused'; expected integers"),
+            ({"splits": {"fused": True}}, ValueError, "splits has True for 'fused'"),
+            ({"splits": {3: 3}}, TypeError, r"splits has \(3, 3\); expected a mapping of patterns"),
+            ({"splits": "fused"}, TypeError, "splits is 'fused'; expected a mapping of patterns"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:.*Muon orthogonalises")
+    def test_settings_that_do_not_fit_are_errors(self, settings, error, text):
+        with pytest.raises(error, match=text):
+            qcomp.Muon(learning_rate=0.1, **settings).init(
+                [np.ones(s) for s in parts_shapes(0)], LocalCommunicator.alone(), PARTS_NAMES
+            )
+
+
+class TestDoubts:
+    """Tensors that may hold several matrices, by their shapes or names, cause one warning, unless a setting says."""
+
+    def told(self, name, shape, **settings):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt = qcomp.Muon(learning_rate=0.1, **settings)
+            opt.init([np.ones(shape, np.float32)], LocalCommunicator.alone(), [name])
+        return [str(one.message) for one in caught]
+
+    @pytest.mark.parametrize("axis", [0, -1])
+    def test_shapes_of_stacks(self, axis):
+        for shape in [(64, 64, 64), (128, 64, 32), (64, 4, 48, 32)]:
+            (text,) = self.told("w1", shape if axis == 0 else shape[::-1], output_axis=axis)
+            assert "the shape suggests a stack of matrices" in text
+            assert "splits={'w1': 1}" in text
+            assert not self.told(
+                "w1", shape if axis == 0 else shape[::-1], output_axis=axis, splits={"w*": 1}
+            )
+        assert not self.told("w1", (64, 64, 64), output_axis=axis, stacks=("w*",))
+        assert not self.told("w1", (8, 64, 128), output_axis=axis, stacks=("w*",))
+        for kernel in [(64, 64, 3), (64, 32, 7, 7), (64, 3, 16, 16), (64, 8, 3, 3, 3)]:
+            assert not self.told("w1", kernel if axis == 0 else kernel[::-1], output_axis=axis)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "encoder.layers.0.self_attn.in_proj_weight",
+            "blocks.0.attn.qkv.weight",
+            "h.0.attn.c_attn.weight",
+            "layers.0.attention.Wqkv.weight",
+            "self_attention.query_key_value.weight",
+            "mlp.gate_up_proj.weight",
+            "attn.to_kv.weight",
+            "attn.kv_proj.weight",
+            "mlp.w12.weight",
+            "rnn.weight_ih_l0",
+        ],
+    )
+    def test_names_of_fused_matrices(self, name):
+        (text,) = self.told(name, (24, 8))
+        assert (
+            f"Muon orthogonalises {name!r} of shape (24, 8) as one matrix; the name suggests several" in text
+        )
+        assert not self.told(name, (24, 8), splits={"*": 3})
+        assert not self.told(name, (24, 8), splits={"*": 1})
+
+    def test_names_that_only_look_alike(self):
+        for name in ["attn.q_proj.weight", "main_proj.weight", "rwkv.key.weight", "w1", "conv12.weight"]:
+            assert not self.told(name, (24, 8))
 
 
 class TestOwners:

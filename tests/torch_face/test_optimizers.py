@@ -452,6 +452,7 @@ OTHER = {
     "sync_steps": qcomp.LocalSteps(5, 3),
     "adjust_lr_fn": "match_rms_adamw",
     "others": ("3",),
+    "splits": (("0", 1),),
     "output_axis": -1,
     "block_rows": 12,
     "whiten_steps": qcomp.DoublingIntervals(2),
@@ -474,7 +475,7 @@ def test_every_setting_of_the_core_exists_and_takes_effect(name):
     fixed = must_be.get(name, set())
     other = OTHER | ({"nesterov": False} if name == "Muon" else {})
     assert of_face.keys() - {"params", "lr", "comm", "model"} == of_core.keys() - instead - fixed
-    for setting in of_face.keys() - {"params", "lr", "comm", "model"}:
+    for setting in of_face.keys() - {"params", "lr", "comm", "model", "stacks"}:  # this model has no stack
         assert setting == "compressor" or of_face[setting].default == of_core[setting]
         params, comm = model_of(0).parameters(), LocalCommunicator.alone()
         with warnings.catch_warnings():
@@ -770,6 +771,18 @@ def test_settings_of_groups_that_change_between_synchronisations(rates, decay):
         ("CompressedSGD", {"nesterov": True}, "nesterov=True, .* pass it to the optimizer"),
         ("OneBitAdam", {"clip_norm": 1.0}, "clip_norm=1.0, .* pass it to the optimizer"),
         ("QAdam", {"maximize": True}, "maximize=True, .* leave it out"),
+        ("Muon", {"decoupled_weight_decay": False}, "decoupled_weight_decay=False, .* Leave it out"),
+        (
+            "ZeroOneAdam",
+            {"weight_deacy": 0.1},
+            "weight_deacy=0.1, which ZeroOneAdam .* did you mean 'weight_decay'",
+        ),
+        ("OneBitLamb", {"use_muon": False}, "use_muon=False, .* Known are lr, .* Leave it out; or"),
+        (
+            "Muon",
+            {"algorithm": "adamw"},
+            "algorithm='adamw', which Muon does not read .* Known are lr, .*use_muon",
+        ),
     ],
 )
 def test_a_setting_of_a_group_that_has_no_effect_is_an_error(name, group, cure):
@@ -780,7 +793,25 @@ def test_a_setting_of_a_group_that_has_no_effect_is_an_error(name, group, cure):
     with pytest.raises(ValueError, match=rf"param_groups\[1\] has {cure}"):
         optimizer.add_param_group({"params": others, **group})
     assert len(optimizer.param_groups) == 1
-    face(name, [{"params": [first], "amsgrad": False, "layer": 3}], LocalCommunicator.alone())
+
+
+@every_face
+def test_keys_of_torch_and_of_schedulers_pass(name):
+    first, *others = model_of(0).named_parameters()
+    made = face(name, others, LocalCommunicator.alone())
+    settings = inspect.signature(type(made)).parameters
+    for other in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = other([first], lr=0.1)
+        lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=other is torch.optim.SGD)
+        lr_scheduler.OneCycleLR(optimizer, 0.1, 10, cycle_momentum=False)
+        torch.optim.swa_utils.SWALR(optimizer, 0.1)
+        (group,) = optimizer.param_groups
+        assert group.keys() >= {"initial_lr", "max_lr", "min_lr", "swa_lr", "foreach", "param_names"}
+        own = {*settings, "betas", "decoupled_weight_decay", "eps", "momentum"}
+        more = {k: v for k, v in group.items() if k not in own}
+        face(name, [{"params": others, **more, "name": "a", "lr_scale": 0.5}], LocalCommunicator.alone())
+        made.param_groups[0].update(more)
+        made.load_state_dict(made.state_dict())
 
 
 @pytest.mark.parametrize(("key", "value"), [("compressor", qcomp.QSGD(7, 64)), ("exact", True)])
@@ -1227,6 +1258,101 @@ def test_a_step_under_autocast_equals_one_outside(whiten_steps):
                 optimizer.step()
         found.append(weight.detach().clone())
     assert torch.equal(*found)
+
+
+class TestUseMuon:
+    """The key of groups that scripts for MuonWithAuxAdam have."""
+
+    def groups(self, model, **changes):
+        weights = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim == 1]
+        by_adam = {"lr": 0.003, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01, "use_muon": False}
+        return [
+            {"params": weights[1:], **by_adam},
+            {"params": weights[:1], "lr": 0.02, "weight_decay": 0.1, "use_muon": True},
+            {"params": rest, **by_adam, "lr": 0.004} | changes,
+        ]
+
+    def test_it_moves_each_group_as_such_scripts_do(self, monkeypatch):
+        """Muon and AdamW of torch side by side, with a momentum that changes in the groups of Muon alone."""
+        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        model, twin = model_of(0), model_of(0)
+        exact = {"compressor": qcomp.Identity(), "update_compressor": qcomp.Identity()}
+        optimizer = qcomp.torch.Muon(self.groups(model), **exact, comm=LocalCommunicator.alone())
+        assert optimizer.core_state.exact == (True, False, True, True, True)
+        a, b, c = ({k: v for k, v in g.items() if k != "use_muon"} for g in self.groups(twin))
+        muon, adam = torch.optim.Muon([b]), torch.optim.AdamW([a, c])
+        for step, momentum in enumerate((0.85, 0.95)):
+            for group in optimizer.param_groups:
+                if group["use_muon"]:
+                    group["momentum"] = momentum
+            muon.param_groups[0]["momentum"] = momentum
+            for net, optimizers in ((model, [optimizer]), (twin, [muon, adam])):
+                backward(net, 0, step)
+                for one in optimizers:
+                    one.step()
+                    one.zero_grad()
+        for p, q, start in zip(model.parameters(), twin.parameters(), model_of(0).parameters(), strict=True):
+            assert (p - q).norm() <= 1e-3 * (q - start).norm()
+
+    def test_matrices_marked_false_are_moved_by_adamw(self):
+        params = list(model_of(0).parameters())
+        optimizer = face(
+            "Muon",
+            [{"params": params[:1]}, {"params": params[1:], "use_muon": False}],
+            LocalCommunicator.alone(),
+        )
+        assert optimizer.core_state.exact == (False, True, True, True, True)
+        optimizer.param_groups[1]["use_muon"] = True
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError, match=r"param_groups\[1\] has use_muon=True now; expected False"):
+            optimizer.step()
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "text"),
+        [
+            (
+                {"use_muon": True, "betas": (0.9, 0.9)},
+                ValueError,
+                r"AdamW moves '2' of shape \(31,\), whose group has no",
+            ),
+            ({"use_muon": 1}, TypeError, r"param_groups\[2\] has use_muon=1; expected True or False"),
+            (
+                {"use_muon": True, "others": True},
+                ValueError,
+                r"param_groups\[2\] has use_muon=True and others=True",
+            ),
+            ({"eps": 1e-8}, ValueError, r"param_groups\[2\] has eps=1e-08, param_groups\[0\] has 1e-10"),
+        ],
+    )
+    def test_contradictions_are_errors(self, changes, error, text):
+        with pytest.raises(error, match=text):
+            qcomp.torch.Muon(self.groups(model_of(0), **changes), comm=LocalCommunicator.alone())
+
+    def test_the_factor_of_the_rate_may_be_given(self):
+        optimizer = qcomp.torch.Muon(
+            self.groups(model_of(0), use_muon=True),
+            comm=LocalCommunicator.alone(),
+            adam_learning_rate_factor=0.5,
+        )
+        opt = optimizer._settings.optimizer(optimizer.param_groups, 0)
+        assert opt.rates(optimizer.core_state) == pytest.approx((0.0015, 0.02, 0.002, 0.002, 0.002))
+
+    def test_parts_are_named_as_in_the_core(self):
+        stack = torch.nn.Parameter(torch.zeros(3, 8, 6))
+        for grouped in (False, True):
+            params = [("experts", stack), ("qkv", torch.nn.Parameter(torch.zeros(12, 6)))]
+            optimizer = qcomp.torch.Muon(
+                [{"params": params}] if grouped else params,
+                lr=1.0,
+                stacks=("experts",),
+                splits={"qkv": 3},
+                comm=LocalCommunicator.alone(),
+            )
+            core = optimizer._settings.optimizer(optimizer.param_groups, 0)
+            forms = core.mean_of(optimizer.core_state).rule.forms
+            assert [(form.stacked, form.parts) for form in forms] == [(True, 1), (False, 3)]
 
 
 class TestMuonWithoutNames:

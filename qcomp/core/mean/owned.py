@@ -1,5 +1,6 @@
 """Tensors with one owner each, which averages them over the ranks and sends all ranks an update made from the mean."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,18 +30,25 @@ Shape = tuple[int, ...]
 class Rule(Protocol):
     """How an owner turns means into updates; equal rules do the same."""
 
-    def cost(self, shape: Shape) -> int:
+    def cost(self, tensor: int, shape: Shape) -> int:
         """Return the cost of the work on a tensor, in any unit; all ranks get tensors of about equal total cost."""
         ...
 
-    def sides(self, shape: Shape) -> tuple[int, int]:
+    def sides(self, tensor: int, shape: Shape) -> tuple[int, int]:
         """Return the shape of the matrix that a tensor is stored as."""
         ...
 
     def updates(
-        self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
+        self,
+        means: Sequence[Array],
+        momenta: Sequence[Array],
+        tensors: Sequence[int],
+        shapes: Sequence[Shape],
     ) -> tuple[list[Array], list[Array]]:
-        """Return the update of each tensor and its new momentum, flat, from its mean and its momentum, flat."""
+        """Return the update of each tensor and its new momentum, flat, from its mean and its momentum, flat.
+
+        ``tensors`` has the number of each tensor among all that are averaged.
+        """
         ...
 
 
@@ -131,7 +139,7 @@ class OwnedMean(CompressedMean):
     def work(self, shapes: Sequence[Shape], size: int) -> list[int]:
         """Return the cost of the work of each owner, in the unit of the rule."""
         chunks = self.layout(shapes, rank=0, size=size).chunks
-        return [sum(self.rule.cost(shapes[segment.tensor]) for segment in chunk) for chunk in chunks]
+        return [sum(self.rule.cost(s.tensor, shapes[s.tensor]) for s in chunk) for chunk in chunks]
 
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
@@ -175,7 +183,7 @@ class _Owners(TwoPhase):
         if call.layout.world == 1 and call.layout.own.chunk and all(c.traits.lossless for c in ways):
             return (yield from self._alone(call))
         if call.whiteners:
-            sides = map(self._rule.sides, call.layout.operands.shapes)
+            sides = itertools.starmap(self._rule.sides, enumerate(call.layout.operands.shapes))
             values = [whitened(*each) for each in zip(call.values, call.whiteners, sides, strict=True)]
             call = call._replace(values=values, donate=True, overwrite=False)
         averaged = yield from super().stages(call)
@@ -193,7 +201,7 @@ class _Owners(TwoPhase):
         momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
         of_rank = yield from alone(call.values, operands.compressors[0].spec, shares=True)
         means, shapes = [of_rank.means[i] for i in owned], [operands.shapes[i] for i in owned]
-        updates, momenta = self._rule.updates(means, momenta, shapes)
+        updates, momenta = self._rule.updates(means, momenta, owned, shapes)
         sent = yield from alone(updates, self._compressor.spec, donate=True)
         decoded = dict(zip(owned, sent.means, strict=True))
         values = [decoded.get(i, x) for i, x in enumerate(of_rank.means)]  # empty tensors have no owner
@@ -201,7 +209,7 @@ class _Owners(TwoPhase):
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
         """Give every tensor to an owner; workers keep no residuals if their compressors lose nothing."""
-        costs = [self._rule.cost(shape) for shape in operands.shapes]
+        costs = list(itertools.starmap(self._rule.cost, enumerate(operands.shapes)))
         found = deal(operands.sizes, operands.bucket_sizes, operands.world, costs=costs)
         compressors = tuple(self._compressor.for_shape(shape) for shape in operands.shapes)
         sent = replace(operands, compressors=compressors)
@@ -226,13 +234,14 @@ class _Owners(TwoPhase):
         """Average the tensors that this rank owns over the ranks, and compress their updates for all."""
         layout = call.layout
         opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
-        shapes = [layout.operands.shapes[segment.tensor] for segment in layout.own.chunk]
+        owned = [segment.tensor for segment in layout.own.chunk]
+        shapes = [layout.operands.shapes[i] for i in owned]
         momenta, owed = call.server[: len(shapes)], call.server[len(shapes) :]
         means = codec.average(opened)
         if call.whiteners:
-            whiteners = [call.whiteners[segment.tensor] for segment in layout.own.chunk]
-            means = list(map(unwhitened, means, whiteners, map(self._rule.sides, shapes)))
-        updates, momenta = self._rule.updates(means, momenta, shapes)
+            whiteners = [call.whiteners[i] for i in owned]
+            means = list(map(unwhitened, means, whiteners, map(self._rule.sides, owned, shapes)))
+        updates, momenta = self._rule.updates(means, momenta, owned, shapes)
         frame = self.answers(layout).own
         sent = Codec(updates, codec.like).encode(
             [frame.as_tensors], updates, owed, call.key.at(hop=1), donate=False

@@ -13,7 +13,7 @@ __all__ = ["maker", "require_maker", "without_groups"]
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # the keys of a state show where residuals lie
-_UNNAMED = ("variance_floor", "variance_steps", "whiten_steps", "groups")
+_UNNAMED = ("variance_floor", "variance_steps", "whiten_steps", "stacks", "splits", "groups")
 """Settings that some states do not name: those of earlier releases, in which the arrays show their effect, and those
 of `without_groups`."""
 _DROPPED = {"rescale_feedback": "False", "feedback": "False"}

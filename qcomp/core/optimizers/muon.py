@@ -1,12 +1,12 @@
 """Muon: updates with the singular vectors of the momentum, made by the rank that owns a matrix."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple
+from itertools import compress
+from typing import Any, Literal, NamedTuple, cast
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor, require_compressor
@@ -19,6 +19,15 @@ from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogona
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.matrices import (
+    Form,
+    Splits,
+    as_splits,
+    blocks_of,
+    forms_of,
+    require_forms,
+    warn_of_doubts,
+)
 from qcomp.core.optimizers.schedules import Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.optimizers.whiteners import (
@@ -29,7 +38,7 @@ from qcomp.core.optimizers.whiteners import (
     of_matrices,
 )
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
-from qcomp.core.policies.patterns import require_matches
+from qcomp.core.policies.patterns import as_patterns, require_matches
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 
@@ -39,12 +48,6 @@ _AT_ONCE = 1 << 20
 """Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 _JOINED = 1 << 17
 """The same for blocks of several matrices: copying larger ones takes longer than it saves."""
-
-
-_OUTSIDE = re.compile(r"embed|(^|[./])(emb|wte|wpe|(lm_)?head|classifier)([./]|$)", re.IGNORECASE)
-"""Names of embeddings and output heads in the models of most libraries."""
-_FOUND = {0: "in torch", -1: "in Flax"}
-"""The libraries in which a layer's outputs are on this axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +88,35 @@ class Muon(Optimizer):
     others : sequence of str, or callable, default ()
         The matrices that AdamW moves: patterns of their names, with ``*``, ``?`` and ``[...]`` as in file names, such
         as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
-        `Tensor` of the model whether AdamW moves it. Tensors with fewer than two dimensions are always among them.
+        `Tensor` of the model whether AdamW moves it. Always among them are tensors with fewer than two dimensions, or
+        with one row or one column, and the kernels of depthwise convolutions.
+    stacks : sequence of str, default ()
+        Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that
+        are scanned: each slice along the first axis is a matrix of its own. Each must match a tensor that Muon
+        orthogonalises. Slices that are vectors are moved by AdamW.
+    splits : mapping of str to int or sequence of int, default {}
+        Patterns of the names of matrices that hold several, such as queries, keys and values: for each pattern the
+        number of equal parts, or the rows of each part, which follow each other along the axis of the outputs. Each
+        part is a matrix of its own. The first pattern that matches counts, and each must match a tensor that Muon
+        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings about its shape and name. Some
+        models store queries, keys and values head by head: then 3 times the number of heads makes a part of the
+        queries, keys or values of each head.
     momentum : float, default 0.95
         Decay rate of the momentum of the matrices, from 0 to below 1.
     nesterov : bool, default True
         Whether to use Nesterov momentum.
     adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
         The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
-        which updates are as large as those of AdamW. A block has the factor of its own shape. The names are those of
-        ``torch.optim.Muon``.
+        which updates are as large as those of AdamW. A slice, a part or a block has the factor of its own shape. The
+        names are those of ``torch.optim.Muon``.
     output_axis : {0, -1}, default 0
         The axis of a tensor whose indices are the outputs of its layer, and so the rows of the matrix: the first, as in
         torch, or the last, as in Flax, Haiku and Keras.
     block_rows : int, optional
-        The largest number of rows that are orthogonalised together, at least 1: a matrix is cut into blocks of this
-        many rows, and a last block with the rest. None, the default, orthogonalises whole matrices. Blocks of 64 to 128
-        rows take a fraction of the time. In a short training run, a step with blocks learned about as much as one with
-        whole matrices at first, and less at the end.
+        The largest number of rows that are orthogonalised together, at least 1: a matrix, or a part of one, is cut into
+        blocks of this many rows, and a last block with the rest. None, the default, orthogonalises whole matrices.
+        Blocks of 64 to 128 rows take a fraction of the time. In a short training run, a step with blocks learned about
+        as much as one with whole matrices at first, and less at the end.
     newton_schulz_steps : int, default 5
         Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``. With short blocks 3
         are enough, as they have few small singular values; whole matrices learn less with 3.
@@ -119,8 +134,9 @@ class Muon(Optimizer):
     Notes
     -----
     A matrix is a tensor of two or more dimensions: ``output_axis`` is the rows, all other axes together are the
-    columns, so that convolution kernels are matrices of (out, rest). Its owner computes, with D the compressed mean
-    gradient,
+    columns, so that convolution kernels are matrices of (out, rest). In a stack this holds for each slice. Parts, like
+    the blocks of ``block_rows``, differ from tensors of their own in three things only: compressors, owners and
+    whiteners see the whole tensor. Its owner computes, with D the compressed mean gradient,
 
         m' = momentum m + (1 - momentum) D,  u = momentum m' + (1 - momentum) D  (u = m' without Nesterov),
         O = orthogonalize(u),  q = C(factor O + e),  e' = factor O + e - q,
@@ -169,6 +185,8 @@ class Muon(Optimizer):
     update_compressor: Compressor = ScaledSign(scale="rms")
     whiten_steps: Schedule | None = None
     others: Sequence[str] | ExactPolicy = ()
+    stacks: Sequence[str] = ()
+    splits: Mapping[str, int | Sequence[int]] | Splits = ()
     momentum: float = 0.95
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
@@ -185,6 +203,7 @@ class Muon(Optimizer):
             require_compressor(name, getattr(self, name))
         if self.whiten_steps is not None:
             require_schedule("whiten_steps", self.whiten_steps, "makes new whiteners")
+        object.__setattr__(self, "splits", as_splits(self.splits))
         super().__post_init__()
         Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
         if not 0 <= self.momentum < 1:
@@ -213,19 +232,24 @@ class Muon(Optimizer):
                 f"adam_learning_rate_factor is {factor!r}; expected a finite number >= 0, or None"
             )
         if not callable(self.others):
-            if not isinstance(self.others, list | tuple) or not all(isinstance(n, str) for n in self.others):
-                raise TypeError(
-                    f"others is {self.others!r}; expected a sequence of patterns, such as ('embed*', 'head.*'), or a "
-                    "policy, which is a function of the tensors"
-                )
-            object.__setattr__(self, "others", tuple(self.others))
+            or_policy = ", or a policy, which is a function of the tensors"
+            object.__setattr__(self, "others", as_patterns("others", self.others, or_policy))
+        object.__setattr__(self, "stacks", as_patterns("stacks", self.stacks))
 
     @cached_property
-    def compression(self) -> Compression:
+    def compression(self) -> "_Compression":
         """What this optimizer compresses: the gradients and the updates of matrices."""
         repaid = 0.5 if self.nesterov else 1.0
         mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=self._rule, repaid=repaid)
-        return Compression(mean)
+        return _Compression(mean, stacks=tuple(self.stacks), splits=self._splits)
+
+    @property
+    def _splits(self) -> Splits:
+        return cast(Splits, self.splits)  # since __post_init__
+
+    def mean_of(self, state: OptimizerState) -> OwnedMean:
+        """Return the mean of the matrices of a state, whose rule knows which matrices each tensor holds."""
+        return self.compression.mean_of(state)
 
     @cached_property
     def _rule(self) -> "_Rule":
@@ -243,16 +267,21 @@ class Muon(Optimizer):
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:
         """Return moments and residuals of zero; there is no warm-up."""
-        exact = self._moved_by_adam(names, params)
+        tensors = [
+            Tensor(name, tuple(p.shape), math.prod(p.shape)) for name, p in zip(names, params, strict=True)
+        ]
+        forms = forms_of(names, self.output_axis, tuple(self.stacks), self._splits)
+        exact = self._moved_by_adam(tensors, forms)
         require_dtype(self.newton_schulz_dtype, params[0])
         if all(exact):
             warn_caller(
-                f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they have fewer than two "
-                f"dimensions or are chosen by others={self.others!r}"
+                f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they are vectors or "
+                f"depthwise kernels, or are chosen by others={self.others!r}"
             )
-        matrices = [(name, p) for name, p, is_exact in zip(names, params, exact, strict=True) if not is_exact]
-        self._warn_of_flat(matrices)
-        self._warn_of_outside(matrices)
+        by_muon = [not is_exact for is_exact in exact]
+        matrices, forms = list(compress(tensors, by_muon)), tuple(compress(forms, by_muon))
+        require_forms(matrices, forms, self.stacks, self._splits)
+        warn_of_doubts(matrices, forms, self._splits, guess_outside=not callable(self.others))
         kept = [
             p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]
             for p, is_exact in zip(params, exact, strict=True)
@@ -261,7 +290,7 @@ class Muon(Optimizer):
             exact=exact, momentum=zeros_like(kept), variance=zeros_like(kept)
         )
         if self.whiten_steps is not None and not self.compressor.traits.lossless:
-            whiteners = first_whiteners(params, exact, self._rule.sides)
+            whiteners = first_whiteners(params, exact, self.mean_of(state))
             state = state._replace(arrays={WHITENER: whiteners})
         return state._replace(exchange=self.compression.zero_residuals(params, state))
 
@@ -292,7 +321,7 @@ class Muon(Optimizer):
         scaled = given if scale == 1 else each_in_blocks(lambda g: g * scale, given)
         average = self.compression.average(scaled, state, self.key(state), whiteners=of_matrices(state))
         if self._makes_whiteners(state):
-            part = new_whiteners(state, self.mean_of(state), self._rule.sides)
+            part = new_whiteners(state, self.mean_of(state))
             average = average._replace(parts=(*average.parts, part))
         # Gradients that were not scaled are the caller's: with ``own``, the exchange does not overwrite them.
         return average._replace(own=tuple(given)) if scale == 1 else average
@@ -340,7 +369,7 @@ class Muon(Optimizer):
         exchange, arrays = means.exchange, state.arrays
         if len(means.values) > len(tensors):
             new = means.values[len(tensors) :]
-            exchange = followed(exchange, of_matrices(state), new, self._rule.sides)
+            exchange = followed(exchange, of_matrices(state), new, self.mean_of(state))
             each = iter(new)
             kept = [
                 w if exact else next(each) for w, exact in zip(arrays[WHITENER], state.exact, strict=True)
@@ -354,54 +383,55 @@ class Muon(Optimizer):
             arrays=arrays,
         )
 
-    def _warn_of_outside(self, matrices: Sequence[tuple[str, Array]]) -> None:
-        """Warn of matrices with the name of an embedding or a head, unless ``others`` is a function."""
-        outside = [repr(name) for name, _ in matrices if _OUTSIDE.search(name)]
-        if outside and not callable(self.others):
-            warn_caller(
-                f"Muon orthogonalises {_first_three(outside)}, by their names embeddings or heads: Muon suits matrices "
-                "between hidden layers. Name them in others, so that AdamW moves them; if it is meant, pass a function "
-                "as others"
-            )
-
-    def _warn_of_flat(self, matrices: Sequence[tuple[str, Array]]) -> None:
-        """Warn of tensors of three or more dimensions whose shapes suggest that the outputs are on the other axis."""
-        other = -1 if self.output_axis == 0 else 0
-        flat = [
-            f"{name!r} of shape {tuple(x.shape)}"
-            for name, x in matrices
-            if len(x.shape) > 2 and x.shape[self.output_axis] < x.shape[other]
-        ]
-        if flat:
-            warn_caller(
-                f"output_axis is {self.output_axis}, so Muon orthogonalises few rows of {_first_three(flat)}: "
-                f"if outputs are on the other end, as {_FOUND[other]}, pass output_axis={other}; name a stack of "
-                "matrices in others"
-            )
-
-    def _moved_by_adam(self, names: Sequence[str], params: Sequence[Array]) -> tuple[bool, ...]:
+    def _moved_by_adam(self, tensors: Sequence[Tensor], forms: Sequence[Form]) -> tuple[bool, ...]:
         """Return for each tensor whether AdamW moves it."""
-        tensors = [
-            Tensor(name, tuple(p.shape), math.prod(p.shape)) for name, p in zip(names, params, strict=True)
-        ]
         if not callable(self.others):
-            require_matches("others", self.others, names)
+            require_matches("others", self.others, [t.name for t in tensors])
         policy = self.others if callable(self.others) else ExactBelow(0, self.others)
         chosen = tuple(policy(tensors))
         if len(chosen) != len(tensors):
             raise TypeError(
                 f"others chose {chosen!r}; expected True or False for each of {len(tensors)} tensors"
             )
-        return tuple(bool(c) or len(t.shape) < 2 or not t.size for c, t in zip(chosen, tensors, strict=True))
+        return tuple(
+            bool(c) or not form.suits(t.shape) for c, t, form in zip(chosen, tensors, forms, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class _Compression(Compression):
+    """The compression of Muon, whose rule knows from the names which matrices each tensor holds."""
+
+    stacks: tuple[str, ...] = ()
+    splits: Splits = ()
+
+    @cached_property
+    def _known(self) -> dict[Any, OwnedMean]:
+        """The means that `mean_of` has returned, which keep their layouts."""
+        return {}
+
+    def mean_of(self, state: OptimizerState) -> OwnedMean:
+        """Return the mean of the matrices of a state."""
+        mean = super().mean_of(state)
+        assert isinstance(mean, OwnedMean)
+        if not (self.stacks or self.splits):
+            return mean
+        key = state.names, state.exact
+        if key not in self._known:
+            rule: Any = mean.rule
+            names = tuple(name for name, is_exact in zip(*key, strict=True) if not is_exact)
+            forms = forms_of(names, rule.output_axis, self.stacks, self.splits)
+            self._known[key] = replace(mean, rule=replace(rule, forms=forms))
+        return self._known[key]
 
 
 class _Blocks(NamedTuple):
-    """Consecutive blocks of a matrix."""
+    """Consecutive blocks of a tensor, whose rows of all slices follow each other."""
 
-    matrix: int
-    """The index of the matrix."""
+    tensor: int
+    """The index of the tensor."""
     first: int
-    """The first row of the first block in the matrix."""
+    """The first row of the first block in the tensor."""
     number: int
     """The number of blocks."""
 
@@ -417,93 +447,94 @@ class _Rule:
     block_rows: int | None
     iterations: int
     dtype: str
+    forms: tuple[Form, ...] = ()
+    """How each tensor is cut into matrices; empty if each is one matrix."""
 
-    def cost(self, shape: Shape) -> int:
+    def cost(self, tensor: int, shape: Shape) -> int:
         """Return the multiplications in `orthogonalize`."""
-        rows, columns = self._matrix(shape)
+        form = self._form(tensor)
+        _, _, columns = form.sides(shape)
         return sum(
-            count * multiplications(of_block, columns, self.iterations)
-            for _, count, of_block in self._parts(rows)
+            number * multiplications(of_block, columns, self.iterations)
+            for _, number, of_block in blocks_of(form, shape, self.block_rows)
         )
 
     def updates(
-        self, means: Sequence[Array], momenta: Sequence[Array], shapes: Sequence[Shape]
+        self,
+        means: Sequence[Array],
+        momenta: Sequence[Array],
+        tensors: Sequence[int],
+        shapes: Sequence[Shape],
     ) -> tuple[list[Array], list[Array]]:
-        """Return the update and the new momentum of each matrix."""
+        """Return the update and the new momentum of each tensor."""
         blended = list(momenta)
-        matrices = [self._matrix(shape) for shape in shapes]
+        forms = list(map(self._form, tensors))
+        sides = [form.sides(shape) for form, shape in zip(forms, shapes, strict=True)]
 
         @cache
-        def ahead(matrix: int) -> Array:
+        def ahead(tensor: int) -> Array:
             """Blend only when the result is needed, so that it is still in the caches."""
-            m, mean = momenta[matrix], means[matrix]
+            m, mean = momenta[tensor], means[tensor]
             if self.nesterov:
-                blended[matrix], found = primitives.nesterov(m, mean, self.momentum)
+                blended[tensor], found = primitives.nesterov(m, mean, self.momentum)
             else:
-                found = blended[matrix] = primitives.momentum(m, mean, self.momentum, 1.0)
-            return found if self.output_axis == 0 else _transposed(found, matrices[matrix][::-1])
+                found = blended[tensor] = primitives.momentum(m, mean, self.momentum, 1.0)
+            slices, rows, columns = sides[tensor]
+            return found if self.output_axis == 0 else _transposed(found, (slices, columns, rows))
 
-        made = self._orthogonalized(ahead, matrices)
+        blocks = [blocks_of(form, shape, self.block_rows) for form, shape in zip(forms, shapes, strict=True)]
+        made = self._orthogonalized(ahead, blocks, [columns for _, _, columns in sides])
         if self.output_axis != 0:
-            made = [_transposed(x, matrix) for x, matrix in zip(made, matrices, strict=True)]
+            made = [_transposed(x, of_tensor) for x, of_tensor in zip(made, sides, strict=True)]
         return made, blended
 
-    def sides(self, shape: Shape) -> tuple[int, int]:
-        """Return the shape of the matrix that a tensor is stored as."""
-        rows, columns = self._matrix(shape)
-        return (rows, columns) if self.output_axis == 0 else (columns, rows)
+    def sides(self, tensor: int, shape: Shape) -> tuple[int, int]:
+        """Return the shape of the matrix that a tensor is stored as: a stack has its slices below each other."""
+        slices, rows, columns = self._form(tensor).sides(shape)
+        return (slices * rows, columns) if self.output_axis == 0 else (slices * columns, rows)
 
-    def _matrix(self, shape: Shape) -> tuple[int, int]:
-        """Return the rows and columns of a tensor."""
-        rows = shape[self.output_axis]
-        return rows, math.prod(shape) // rows
+    def _form(self, tensor: int) -> Form:
+        return self.forms[tensor] if self.forms else Form(self.output_axis)
 
-    def _orthogonalized(self, flat: Callable[[int], Array], matrices: Sequence[Shape]) -> list[Array]:
-        """Return flat matrices with each block orthogonalised, times its factor; takes blocks of one shape together."""
+    def _orthogonalized(
+        self,
+        flat: Callable[[int], Array],
+        runs: Sequence[Sequence[tuple[int, int, int]]],
+        columns: Sequence[int],
+    ) -> list[Array]:
+        """Return flat tensors with each block orthogonalised, times its factor; takes blocks of one shape together."""
         alike: dict[Shape, list[_Blocks]] = defaultdict(list)
-        for matrix, (rows, columns) in enumerate(matrices):
-            for first, count, of_block in self._parts(rows):
-                most = _most((of_block, columns), _AT_ONCE)
-                alike[of_block, columns] += [
-                    _Blocks(matrix, first + start * of_block, min(most, count - start))
+        for tensor, of_tensor in enumerate(runs):
+            for first, count, of_block in of_tensor:
+                most = _most((of_block, columns[tensor]), _AT_ONCE)
+                alike[of_block, columns[tensor]] += [
+                    _Blocks(tensor, first + start * of_block, min(most, count - start))
                     for start in range(0, count, most)
                 ]
-        made: list[dict[int, Array]] = [{} for _ in matrices]
+        made: list[dict[int, Array]] = [{} for _ in runs]
         for shape, every in alike.items():
             for some in _together(every, _most(shape, _JOINED)):
-                stacked = concat([_cut(flat(blocks.matrix), blocks, shape) for blocks in some])
+                stacked = concat([_cut(flat(blocks.tensor), blocks, shape) for blocks in some])
                 done = orthogonalize(
                     stacked, iterations=self.iterations, dtype=self.dtype, factor=self._factor(shape)
                 )
                 start = 0
                 for blocks in some:
                     stop = start + blocks.number
-                    own = flat(blocks.matrix)
+                    own = flat(blocks.tensor)
                     part = array_namespace(done).reshape(done[start:stop, ...], (-1,))
                     if self.nesterov and is_mutable(own):  # the blended momentum is not needed any more
                         own[_range(blocks, shape)] = part
                     else:
-                        made[blocks.matrix][blocks.first] = part
+                        made[blocks.tensor][blocks.first] = part
                     start = stop
-        return [_joined(parts, flat(matrix)) if parts else flat(matrix) for matrix, parts in enumerate(made)]
-
-    def _parts(self, rows: int) -> list[tuple[int, int, int]]:
-        """Return the first row, the number of blocks and the rows per block, for the whole blocks and for the rest."""
-        most = min(rows, self.block_rows or rows)
-        whole = rows // most
-        rest = rows - whole * most
-        return [(0, whole, most)] + [(whole * most, 1, rest)] * (rest > 0)
+        return [_joined(parts, flat(tensor)) if parts else flat(tensor) for tensor, parts in enumerate(made)]
 
     def _factor(self, matrix: Shape) -> float:
         rows, columns = matrix
         if self.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
-
-
-def _first_three(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more
 
 
 def _most(shape: Shape, elements: int) -> int:
@@ -541,7 +572,7 @@ def _joined(parts: dict[int, Array], like: Array) -> Array:
     return xp.astype(concat([parts[number] for number in sorted(parts)]), like.dtype, copy=False)
 
 
-def _transposed(flat: Array, shape: Shape) -> Array:
-    """Return the transpose of a flat matrix, flat too."""
+def _transposed(flat: Array, shape: tuple[int, int, int]) -> Array:
+    """Return the transposes of some flat matrices, flat too."""
     xp = array_namespace(flat)
-    return xp.reshape(xp.permute_dims(xp.reshape(flat, shape), (1, 0)), (-1,))
+    return xp.reshape(xp.permute_dims(xp.reshape(flat, shape), (0, 2, 1)), (-1,))

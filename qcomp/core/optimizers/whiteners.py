@@ -1,13 +1,15 @@
 """The whiteners of Muon's matrices: their owners make them, all ranks hold the same, and residuals follow them."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core.compressors.cast import Cast
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
 from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.owned import OwnedMean
 from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.numeric.arrays import (
@@ -32,15 +34,14 @@ WHITENER = "whitener"
 _SENT = Cast("bfloat16")
 """Rounding gives a slightly different whitener, which is no error: all ranks hold the same one."""
 
-Sides = Callable[[tuple[int, ...]], tuple[int, int]]
-"""Returns the shape of the matrix that a tensor is stored as."""
 
-
-def first_whiteners(params: Sequence[Array], exact: Sequence[bool], sides: Sides) -> tuple[Array, ...]:
+def first_whiteners(params: Sequence[Array], exact: Sequence[bool], mean: OwnedMean) -> tuple[Array, ...]:
     """Return the identity for each matrix."""
     found = []
+    number = itertools.count()
     for p, is_exact in zip(params, exact, strict=True):
-        xp, rows = array_namespace(p), 0 if is_exact else min(sides(tuple(p.shape)))
+        xp = array_namespace(p)
+        rows = 0 if is_exact else min(mean.rule.sides(next(number), tuple(p.shape)))
         dtype = getattr(xp, compute_dtype_name(dtype_name(p.dtype)))
         found.append(xp.eye(rows, dtype=dtype, device=device(p)))
     return tuple(found)
@@ -52,7 +53,7 @@ def of_matrices(state: OptimizerState) -> tuple[Array, ...]:
     return tuple([w for w, is_exact in zip(kept, state.exact, strict=False) if not is_exact])
 
 
-def new_whiteners(state: OptimizerState, mean: CompressedMean, sides: Sides) -> Part:
+def new_whiteners(state: OptimizerState, mean: OwnedMean) -> Part:
     """Ask for new whiteners: the owner of a matrix makes one from its momentum, and sends it to all."""
     exchange, values = state.exchange, list(of_matrices(state))
     owners = [0] * len(values)
@@ -61,7 +62,7 @@ def new_whiteners(state: OptimizerState, mean: CompressedMean, sides: Sides) -> 
         for segment in chunk:
             owners[segment.tensor] = rank
     for segment, momentum in zip(layout.residuals.server, exchange.server, strict=False):
-        shape = sides(exchange.shapes[segment.tensor])
+        shape = mean.rule.sides(segment.tensor, exchange.shapes[segment.tensor])
         matrix = array_namespace(momentum).reshape(momentum, shape)
         values[segment.tensor] = whitener(matrix, values[segment.tensor])
     numbers = range(len(state.names), len(state.names) + len(values))
@@ -69,9 +70,9 @@ def new_whiteners(state: OptimizerState, mean: CompressedMean, sides: Sides) -> 
     return Part(_FromOwners(owners=tuple(owners)), tuple(numbers), tuple(values), nothing, Key())
 
 
-def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], sides: Sides) -> MeanState:
+def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], mean: OwnedMean) -> MeanState:
     """Return the state with worker residuals converted from the old whiteners to the new ones."""
-    shapes = map(sides, exchange.shapes)
+    shapes = itertools.starmap(mean.rule.sides, enumerate(exchange.shapes))
     worker = [
         whitened(unwhitened(owed, before, shape), after, shape)
         for owed, before, after, shape in zip(exchange.worker, old, new, shapes, strict=True)

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
-__all__ = ["require_matches"]
+__all__ = ["as_patterns", "require_matches"]
 
 _SHOWN = 20
 
 
-def require_matches(argument: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError unless every pattern matches a name.
+def as_patterns(argument: str, patterns: Any, or_else: str = "") -> tuple[str, ...]:
+    """Return patterns as a tuple; raise TypeError, which may say what else would fit, unless they are a sequence."""
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"{argument} is {patterns!r}; expected a sequence of patterns, such as ('embed*', 'head.*'){or_else}"
+        )
+    return tuple(patterns)
+
+
+def require_matches(argument: str, patterns: Sequence[str], names: Sequence[str], what: str = "name") -> None:
+    """Raise ValueError unless every pattern matches a name; the error says what has these names.
 
     Examples
     --------
@@ -23,6 +33,6 @@ def require_matches(argument: str, patterns: Sequence[str], names: Sequence[str]
         if not any(fnmatchcase(name, pattern) for name in names):
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise ValueError(
-                f"{argument} has the pattern {pattern!r}, which matches no name; "
+                f"{argument} has the pattern {pattern!r}, which matches no {what}; "
                 f"the names are {list(names[:_SHOWN])}{more}"
             )

@@ -1,0 +1,201 @@
+"""Which matrices each tensor of Muon holds, and which tensors hold none: by shape, by name, and by what users say."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from qcomp.core.policies.exact_below import Tensor
+from qcomp.core.policies.patterns import require_matches
+from qcomp.core.reporting import warn_caller
+
+__all__ = ["Form", "Splits", "as_splits", "blocks_of", "forms_of", "require_forms", "warn_of_doubts"]
+
+Parts = int | tuple[int, ...]
+"""How many equal parts a matrix has along its outputs, or their sizes."""
+Splits = tuple[tuple[str, Parts], ...]
+"""Patterns of names, with the parts of the matrices that match."""
+
+_KERNEL = 16
+"""The longest axis that is taken for one of a convolution's kernel; a stack of matrices rarely has shorter rows."""
+_OUTSIDE = re.compile(r"embed|(^|[./])(emb|wte|wpe|(lm_)?head|classifier)([./]|$)", re.IGNORECASE)
+"""Names of embeddings and output heads in the models of most libraries."""
+_FUSED = re.compile(
+    r"qkv|query_key_value|gate_up|c_attn|weight_(ih|hh)|(^|[._/])(in_proj|((to_|w)?kv(_proj)?|w1[23])([._/]|$))",
+    re.IGNORECASE,
+)
+"""Names of tensors that hold several matrices: queries, keys and values, gates and inputs, the gates of an LSTM."""
+_FOUND = {0: "in torch", -1: "in Flax"}
+"""The libraries in which a layer's outputs are on this axis."""
+
+
+class Form(NamedTuple):
+    """How a tensor is cut into matrices."""
+
+    output_axis: int
+    """The axis of the outputs in a matrix, or in each slice of a stack: 0 or -1."""
+    stacked: bool = False
+    """Whether each slice along the first axis is a matrix of its own."""
+    parts: Parts = 1
+    """Along the outputs of each matrix."""
+
+    def slice_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a slice, or that of a tensor that is no stack."""
+        return shape[1:] if self.stacked else shape
+
+    def sides(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return the number of slices, and the rows and columns of each; a row has the weights of one output."""
+        rows = self.slice_of(shape)[self.output_axis]
+        slices = shape[0] if self.stacked else 1
+        return slices, rows, math.prod(shape) // (slices * rows)
+
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """Return the rows of each part of a slice."""
+        return (rows // self.parts,) * self.parts if isinstance(self.parts, int) else self.parts
+
+    def kernel(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the axes that are neither outputs nor inputs."""
+        return self.slice_of(shape)[2:] if self.output_axis == 0 else self.slice_of(shape)[:-2]
+
+    def suits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether Muon suits a tensor: not vectors, stacks of vectors or depthwise kernels."""
+        of_slice = self.slice_of(shape)
+        if len(of_slice) < 2 or 0 in shape:
+            return False
+        _, rows, columns = self.sides(shape)
+        inputs, kernel = of_slice[1 if self.output_axis == 0 else -2], self.kernel(shape)
+        is_depthwise = inputs == 1 and max(kernel, default=math.inf) <= _KERNEL
+        return min(rows, columns) > 1 and not is_depthwise
+
+
+def as_splits(splits: Any) -> Splits:
+    """Return the setting ``splits`` as pairs; raise TypeError or ValueError unless it is one."""
+    expected = "expected a mapping of patterns to a number of parts or their sizes, such as {'*qkv*': 3}"
+    if isinstance(splits, Mapping):
+        splits = tuple(splits.items())
+    if not isinstance(splits, tuple | list):
+        raise TypeError(f"splits is {splits!r}; {expected}")
+    found = []
+    for entry in splits:
+        if not isinstance(entry, tuple | list) or len(entry) != 2 or not isinstance(entry[0], str):
+            raise TypeError(f"splits has {entry!r}; {expected}")
+        pattern, parts = entry
+        numbers = parts if isinstance(parts, tuple | list) else [parts]
+        if not numbers or any(type(n) is not int or n < 1 for n in numbers):
+            raise ValueError(f"splits has {parts!r} for {pattern!r}; expected integers, at least 1")
+        found.append((pattern, parts if isinstance(parts, int) else tuple(parts)))
+    return tuple(found)
+
+
+@lru_cache(64)  # the same in every step
+def forms_of(
+    names: tuple[str, ...], output_axis: int, stacks: tuple[str, ...], splits: Splits
+) -> tuple[Form, ...]:
+    """Return the form of each tensor, by its name; the first pattern of ``splits`` that matches counts."""
+    return tuple(
+        Form(
+            output_axis,
+            any(fnmatchcase(name, pattern) for pattern in stacks),
+            next((parts for pattern, parts in splits if fnmatchcase(name, pattern)), 1),
+        )
+        for name in names
+    )
+
+
+@lru_cache(4096)
+def blocks_of(form: Form, shape: tuple[int, ...], most: int | None) -> tuple[tuple[int, int, int], ...]:
+    """Return runs of equal blocks, none with more than ``most`` rows: first row, number of blocks, rows per block.
+
+    The rows of all slices follow each other, and no block crosses the boundary of a part.
+
+    Examples
+    --------
+    >>> blocks_of(Form(0), (10, 5), 4)
+    ((0, 2, 4), (8, 1, 2))
+    >>> blocks_of(Form(0, stacked=True, parts=2), (3, 8, 5), None)
+    ((0, 6, 4),)
+    """
+    slices, rows, _ = form.sides(shape)
+    blocks: list[int] = []
+    for size in form.sizes(rows) * slices:
+        at_once = min(size, most or size)
+        whole, rest = divmod(size, at_once)
+        blocks += [at_once] * whole + [rest] * (rest > 0)
+    runs, first = [], 0
+    for of_block, run in groupby(blocks):
+        number = len(list(run))
+        runs.append((first, number, of_block))
+        first += number * of_block
+    return tuple(runs)
+
+
+def require_forms(
+    matrices: Sequence[Tensor], forms: Sequence[Form], stacks: Sequence[str], splits: Splits
+) -> None:
+    """Raise ValueError unless each pattern matches a matrix, and the parts of each fit its outputs."""
+    names, what = [t.name for t in matrices], "tensor that Muon orthogonalises"
+    require_matches("stacks", stacks, names, what)
+    require_matches("splits", [pattern for pattern, _ in splits], names, what)
+    for tensor, form in zip(matrices, forms, strict=True):
+        _, rows, _ = form.sides(tensor.shape)
+        if sum(form.sizes(rows)) != rows:
+            where = f"{'each slice of ' * form.stacked}{tensor.name!r} of shape {tensor.shape}"
+            raise ValueError(
+                f"splits has {form.parts} for {where}, with {rows} outputs on axis {form.output_axis}; expected a "
+                f"number of parts that divides {rows}, or sizes that add up to it"
+            )
+
+
+def warn_of_doubts(
+    matrices: Sequence[Tensor], forms: Sequence[Form], splits: Splits, *, guess_outside: bool
+) -> None:
+    """Warn of tensors that may be no matrices, or several, by their shapes or names, and that no setting explains."""
+    pairs = list(zip(matrices, forms, strict=True))
+    explained = {t.name for t in matrices if any(fnmatchcase(t.name, pattern) for pattern, _ in splits)}
+    unexplained = [(t, form) for t, form in pairs if t.name not in explained]
+    axis = forms[0].output_axis if forms else 0
+    other = -1 if axis == 0 else 0
+    kernels = [
+        (t, form.slice_of(t.shape), form.kernel(t.shape)) for t, form in unexplained if form.kernel(t.shape)
+    ]
+    flat = [t for t, shape, _ in kernels if shape[axis] < shape[other]]
+    if flat:
+        warn_caller(
+            f"output_axis is {axis}, so Muon orthogonalises few rows of {_shown(flat)}: if outputs are on the other "
+            f"end, as {_FOUND[other]}, pass output_axis={other}; name a stack of matrices in stacks. "
+            f"splits={{{flat[0].name!r}: 1}} says that it is one matrix as it is"
+        )
+    stacks = [t for t, _, kernel in kernels if t not in flat and max(kernel) > _KERNEL]
+    if stacks:
+        warn_caller(
+            f"Muon orthogonalises {_shown(stacks)} as one matrix, by joining all axes but the outputs; the shape "
+            "suggests a stack of matrices, such as experts or scanned layers. Name stacks in stacks, so that each "
+            f"slice is orthogonalised on its own; splits={{{stacks[0].name!r}: 1}} says that it is one matrix"
+        )
+    fused = [t for t, _ in unexplained if _FUSED.search(t.name)]
+    if fused:
+        warn_caller(
+            f"Muon orthogonalises {_shown(fused)} as one matrix; the name suggests several, such as queries, keys and "
+            f"values. Pass their number or their rows in splits, such as splits={{{fused[0].name!r}: 3}}; 1 says that "
+            "it is one matrix"
+        )
+    outside = [t for t in matrices if _OUTSIDE.search(t.name)]
+    if outside and guess_outside:
+        names = _first_three([repr(t.name) for t in outside])
+        warn_caller(
+            f"Muon orthogonalises {names}, by their names embeddings or heads: Muon suits matrices "
+            "between hidden layers. Name them in others, so that AdamW moves them; if it is meant, pass a function "
+            "as others"
+        )
+
+
+def _shown(tensors: Sequence[Tensor]) -> str:
+    return _first_three([f"{t.name!r} of shape {t.shape}" for t in tensors])
+
+
+def _first_three(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
