@@ -20,6 +20,7 @@ __all__ = [
     "drive",
     "fuse",
     "pipeline",
+    "require_communicator",
 ]
 
 Result = TypeVar("Result")
@@ -72,6 +73,15 @@ class Transport(Protocol):
         ...
 
 
+def require_communicator(comm: object) -> None:
+    """Raise TypeError unless an argument is a communicator."""
+    if not (hasattr(comm, "all_gather") and hasattr(comm, "all_to_all")):
+        raise TypeError(
+            f"comm is {comm!r}; expected a communicator of qcomp: qcomp.comm.world(), or for instance "
+            "qcomp.comm.MPICommunicator(MPI.COMM_WORLD) or qcomp.comm.TorchCommunicator(process_group)"
+        )
+
+
 class _Pending(Protocol):
     def wait(self) -> list[Array]: ...
 
@@ -112,6 +122,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     An exchange with ``later`` is only started, if the communicator has a ``start``. Every other exchange completes
     before the computation continues.
     """
+    require_communicator(comm)
     arrived: Sequence[Array] | None = None
     under_way: list[Arriving] = []
     try:
