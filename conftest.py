@@ -7,13 +7,40 @@ import os
 import resource
 import signal
 import sys
+import traceback
+from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
-collect_ignore = [] if find_spec("triton") else ["qcomp/backends/torch_triton"]  # it is there for Linux only
+ROOT = Path(__file__).parent
+NEEDS = {
+    "torch": ["qcomp/torch", "qcomp/integrations", "qcomp/comm/torch_*", "qcomp/private_names/torch.py"],
+    "torch>=2.9": ["qcomp/torch/exchanges.py", "qcomp/torch/fsdp.py", "tests/torch_face/test_fsdp.py"],
+    "torchft": ["qcomp/torch/ft", "qcomp/private_names/torchft.py", "tests/torch_face/ft_threads.py"],
+    "triton>=3.4": ["qcomp/backends/torch_triton", "tests/backends/test_triton.py"],
+    "jax": ["qcomp/jax", "qcomp/backends/jax_xla"],
+    "numba": ["qcomp/backends/numba_cpu", "qcomp/private_names/numba.py"],
+    "mpi4py": ["qcomp/comm/mpi*"],
+}
+"""What cannot be imported without an optional package, or with an older version."""
+
+
+def is_installed(needed: str) -> bool:
+    """Return whether a package is there, in a version that is new enough."""
+    requirement = Requirement(needed)
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+MISSING = [needed for needed in NEEDS if not is_installed(needed)]
+collect_ignore_glob = [path for needed in MISSING for path in NEEDS[needed]]
 
 # Before torch starts: workers share the processors, and OpenMP's threads spin while they wait for work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +79,46 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def needs_missing(error: BaseException | None) -> str | None:
+    """Return the optional package that a test needs and that is not installed, if this is what an error says.
+
+    A module of qcomp that should do without the package is an error still.
+    """
+    while error is not None:
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in MISSING:
+            places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+            own = [place.relative_to(ROOT) for place in places if place.is_relative_to(ROOT)]
+            *_, last = [place for place in own if not place.parts[0].startswith(".")]
+            of_package = any(last.match(f"{path}*") or Path(path) in last.parents for path in NEEDS[package])
+            return package if of_package or last.parts[0] != "qcomp" else None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Leave out files that need a package that is not installed."""
+    report: Any = yield
+    call = getattr(report, "call", None)
+    package = needs_missing(call.excinfo.value) if report.failed and call else None
+    if package:
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {package}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip tests that need a package that is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        package = needs_missing(error)
+        if package:
+            pytest.skip(f"needs {package}: {item.name}")
+        raise
 
 
 _memory_after_release = 0

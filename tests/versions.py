@@ -79,7 +79,7 @@ def try_case(python: str, case: str, arguments: list[str]) -> tuple[str, str]:
     )
     versions = dict(line.split("==", 1) for line in listed.stdout.splitlines() if "==" in line)
     shown = " ".join(f"{name} {versions[name]}" for name in NAMED if name in versions)
-    marks = "not gpu and not nvrtc and not peers and not slow and not exhaustive"
+    marks = "not gpu and not nvrtc and not peers and not slow"
     tests = [
         own,
         "-m",

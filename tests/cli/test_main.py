@@ -15,10 +15,11 @@ from qcomp.cli.main import _COMMANDS, make_parser
 from qcomp.cli.output import Style, style_for, table
 
 EXAMPLES = [
-    line.strip()
+    command.partition(" > ")[0].strip()
     for module, _ in _COMMANDS.values()
     for line in module.EPILOG.splitlines()
     if " qcomp " in f" {line.strip()} " and line.startswith("  ")
+    for command in line.split(" && ")
 ]
 
 

@@ -150,7 +150,9 @@ class TestWarned:
 
 class TestCured:
     @pytest.mark.exhaustive
-    @pytest.mark.parametrize("make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize(
+        "make", [qcomp.OneBitAdam, pytest.param(qcomp.QAdam, marks=pytest.mark.exhaustive)]
+    )
     @pytest.mark.parametrize("name", CASES)
     def test_ends_within_twice_the_error_of_adam(self, job, make, name):
         change, rate = CASES[name]

@@ -84,7 +84,9 @@ KINDS = {
         pytest.param(
             kind,
             name,
-            marks=[] if kind == "safetensors.torch" or name == "1-bit, automatic" else [pytest.mark.exhaustive],
+            marks=[]
+            if kind == "safetensors.torch" or name == "1-bit, automatic"
+            else [pytest.mark.exhaustive],
         )
         for kind in KINDS
         for name in EVERY

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -221,7 +222,7 @@ MISSING = [
 @pytest.mark.parametrize(("owner", "name", "use"), MISSING, ids=[name for _, name, _ in MISSING])
 def test_a_missing_name_is_an_error_that_says_what_to_do(owner, name, use, monkeypatch):
     monkeypatch.delattr(f"{owner}.{name}", raising=False)
-    lacks = f"which torch {re.escape(torch.__version__)} lacks; install torch>=2.6,<2.14"
+    lacks = f"which torch {re.escape(version('torch'))} lacks; install torch>=2.6,<2.14"
     with pytest.raises(ImportError, match=rf"^qcomp needs {re.escape(owner)}\.{name} to [\w ]+, {lacks}$"):
         use()
 

@@ -134,7 +134,11 @@ def require_alike(name: str, found: dict[int, Diary]) -> None:
         pytest.param("warm-up", False, 5, id="warm-up, some"),
         *(
             pytest.param(
-                name, follows, 2, id=f"{name}, {'followed' if follows else 'fewer'}", marks=pytest.mark.exhaustive
+                name,
+                follows,
+                2,
+                id=f"{name}, {'followed' if follows else 'fewer'}",
+                marks=pytest.mark.exhaustive,
             )
             for name in LOOPS
             for follows in (False, True)
