@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qcomp.core.mean.stages import Owner
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     HostBuffer = npt.NDArray[np.uint8]
 
-__all__ = ["disagreement", "header", "header_size"]
+__all__ = ["disagreement", "have_different_owners", "header", "header_size"]
 
 _NUMBERS = {"all_to_all": 1, "all_gather": 2}
 _VERBS = {number: verb for verb, number in _NUMBERS.items()}
@@ -20,15 +22,21 @@ _VERBS = {number: verb for verb, number in _NUMBERS.items()}
 
 def header_size(size: int) -> int:
     """Return the bytes of a header among ``size`` ranks."""
-    return 8 * (1 + 2 * size)
+    return 8 * (2 + 2 * size)
 
 
-def header(verb: str, sent: Sequence[int], expected: Sequence[int]) -> HostBuffer:
-    """Return a header: the verb that a rank calls, and the bytes that it sends to and expects from each rank.
+def header(verb: str, sent: Sequence[int], expected: Sequence[int], owner: Owner | None = None) -> HostBuffer:
+    """Return a header: the verb, a digest of the owner, and the bytes that a rank sends to and expects from each rank.
 
     Every rank receives all headers, so that all reach the same verdict.
     """
-    return np.asarray([_NUMBERS[verb], *sent, *expected], dtype="<i8").view(np.uint8)
+    digest = 0 if owner is None else owner.digest
+    return np.asarray([_NUMBERS[verb], digest, *sent, *expected], dtype="<i8").view(np.uint8)
+
+
+def have_different_owners(headers: Sequence[HostBuffer]) -> bool:
+    """Return whether the headers of all ranks are of exchanges for different owners."""
+    return len({int(one.view("<i8")[1]) for one in headers}) > 1
 
 
 def disagreement(headers: Sequence[HostBuffer]) -> str | None:
@@ -45,7 +53,7 @@ def disagreement(headers: Sequence[HostBuffer]) -> str | None:
     for rank, verb in enumerate(verbs):
         if verb != verbs[0]:
             return f"rank 0 called {verbs[0]} where rank {rank} called {verb}"
-    sent, expected = numbers[:, 1 : 1 + size], numbers[:, 1 + size :].T
+    sent, expected = numbers[:, 2 : 2 + size], numbers[:, 2 + size :].T
     wrong = np.argwhere(sent != expected)
     if not len(wrong):
         return None

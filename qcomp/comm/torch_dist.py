@@ -22,6 +22,7 @@ from qcomp.comm.torch_library import dist, torch
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Owner, communicator_error
 from qcomp.private_names.torch import default_store
 
 __all__ = ["TorchCommunicator"]
@@ -48,8 +49,9 @@ class TorchCommunicator(Verbs):
     Creating one is collective over the ranks of `group`. They open their own gloo connections, so that messages never
     mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
 
-    A header of 8 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb and
-    all sizes, so that a different verb or size is an error on all ranks, and nothing is truncated.
+    A header of 16 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb, a
+    digest of whose exchange it is, and all sizes, so that a difference is an error on all ranks, and nothing is
+    truncated.
 
     Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that it has died,
     even in the middle of a message, where gloo notices nothing. They learn after `silence` that it was stopped or cut
@@ -186,17 +188,24 @@ class TorchCommunicator(Verbs):
         if not self._waiter.is_waiting:
             _unfinished[:] = [(gloo, exchange) for gloo, exchange in _unfinished if gloo is not self._gloo]
 
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        return self._begin(verb, send, receive, in_turn=True).wait()
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
+        return self._begin(verb, send, receive, owner, in_turn=True).wait()
 
-    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
-        return self._begin(verb, send, receive, in_turn=False)
+    def _start(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> Pending:
+        return self._begin(verb, send, receive, owner, in_turn=False)
 
-    def _begin(self, verb: str, send: Sequence[Array], receive: Sequence[int], *, in_turn: bool) -> Pending:
+    def _begin(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None, *, in_turn: bool
+    ) -> Pending:
         stage = self._to_device if self._device is not None else _to_host
         tensors, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=stage)
         self.require_open(verb)
-        exchange = TorchExchange(self, verb, send, tensors, sizes, on_device=self._device is not None)
+        on_device = self._device is not None
+        exchange = TorchExchange(self, verb, send, tensors, sizes, owner=owner, on_device=on_device)
         with self.closing_on_failure(verb, exchange):
             exchange.start(in_turn=in_turn)
         # The caller may drop an exchange. If its receives were cancelled, its messages would reach the next exchange.
@@ -266,7 +275,7 @@ class TorchCommunicator(Verbs):
             yield
         except CommunicatorError as error:
             self._close(str(error), exchange)
-            raise
+            raise communicator_error(str(error)) from error
         except RuntimeError as error:
             self._close(f"{verb}: torch.distributed failed: {error}", exchange)
             raise CommunicatorError(self._closed) from error

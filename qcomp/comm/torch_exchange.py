@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,17 +12,22 @@ from typing import Any, Protocol
 import array_api_compat
 
 from qcomp.comm.buffers import from_host
-from qcomp.comm.headers import disagreement, header, header_size
+from qcomp.comm.headers import disagreement, have_different_owners, header, header_size
 from qcomp.comm.torch_library import torch
-from qcomp.core.errors import CommunicatorError
+from qcomp.core.errors import CommunicatorError, MismatchError
+from qcomp.core.mean.stages import Owner, other_owners, told
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["UNUSED_TAG", "TorchExchange"]
 
 Array = Any
 
-_HEADER_TAG, UNUSED_TAG = 0, 1
-_PAYLOAD_TAGS = 2
+_HEADER_TAG, UNUSED_TAG, _OWNER_TAG = 0, 1, 2
+_PAYLOAD_TAGS = 3
+_OWNER_BYTES = 512
+"""Bytes in which ranks tell each other their owners, once these differ."""
+_OWNER_SECONDS = 2.0
+"""How long a rank waits for that."""
 _IN_TURN_FROM = 1 << 16
 """Smallest payload that is sent in turn, in bytes; the time of shorter ones is mostly latency."""
 _AT_ONCE = timedelta(milliseconds=1)
@@ -89,10 +95,12 @@ class TorchExchange:
         tensors: list[Any],
         sizes: list[int],
         *,
+        owner: Owner | None,
         on_device: bool,
     ) -> None:
         self._comm = comm
         self._verb = verb
+        self._owner = owner
         self._like = list(like)
         self._tensors = tensors
         n = len(sizes)
@@ -103,7 +111,7 @@ class TorchExchange:
         self.number = comm.begin()
         self._deadline = 0.0
         sent = [tensor.shape[0] for tensor in tensors]
-        self._header = torch.from_numpy(header(verb, sent, sizes))
+        self._header = torch.from_numpy(header(verb, sent, sizes, owner))
         self._headers = [torch.empty(header_size(n), dtype=torch.uint8) for _ in range(n)]
         self._headers[comm.rank] = self._header
         pinned = not on_device and any(array_api_compat.is_torch_array(x) and x.is_cuda for x in like)
@@ -219,9 +227,28 @@ class TorchExchange:
     def _read_headers(self) -> None:
         pending, self._receiving_headers = self._receiving_headers, {}
         self._wait_for("nothing came from", pending.items())
-        problem = disagreement([data.numpy() for data in self._headers])
+        headers = [data.numpy() for data in self._headers]
+        if have_different_owners(headers):
+            raise MismatchError(other_owners(self._owners()))
+        problem = disagreement(headers)
         if problem is not None:
             raise CommunicatorError(problem)
+
+    def _owners(self) -> dict[int, str]:
+        """Return what each rank tells of its owner; all ranks have seen that these differ."""
+        own = told(self._owner)
+        message = torch.frombuffer(bytearray(own.encode().ljust(_OWNER_BYTES)), dtype=torch.uint8)
+        arriving = {peer: torch.empty(_OWNER_BYTES, dtype=torch.uint8) for peer in self.peers}
+        works = [self._receive(text, peer, _OWNER_TAG) for peer, text in arriving.items()]
+        for peer in self.peers:
+            self._send(message[:_OWNER_BYTES], peer, _OWNER_TAG)
+        texts = {self._comm.rank: own} | dict.fromkeys(self.peers, "something else")
+        end = time.monotonic() + _OWNER_SECONDS
+        for (peer, text), work in zip(arriving.items(), works, strict=True):
+            with contextlib.suppress(RuntimeError):  # a rank that computes and will read its headers later
+                work.wait(max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+                texts[peer] = text.numpy().tobytes().decode(errors="replace").rstrip()
+        return texts
 
     def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
         works = list(pending)

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import math
 import struct
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,13 +11,14 @@ from typing import Any, NamedTuple
 from qcomp.core import primitives
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive
+from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.compression import EXACT, Average, Means, Part
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors
-from qcomp.core.reporting import name_ranks
+from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Diagnostics", "Facts", "Notes", "counted", "message_of", "report_of"]
@@ -144,7 +144,7 @@ class Diagnostics:
             As for `Optimizer.step`.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, grads, state), comm)
+        return drive(owned(self.stages(params, grads, state), owner_of(self.optimizer, state)), comm)
 
     def stages(
         self, params: Any, grads: Any, state: OptimizerState
@@ -326,10 +326,9 @@ def _compare(params: Sequence[Array], state: OptimizerState) -> Stages[dict[str,
             if any(found[at : at + _DIGEST_BYTES] != usual[at : at + _DIGEST_BYTES] for found in held)
         ]
         same = [rank for rank in range(state.size) if rank not in drifted]
-        warnings.warn(
+        warn_caller(
             f"replicas have drifted apart: after step {state.step}, {name_ranks(drifted)} and {name_ranks(same)} "
             f"have different values of {', '.join(differing[:5])}{' and more' if len(differing) > 5 else ''}",
-            stacklevel=5,
         )
     return {"drifted_ranks": float(len(drifted))}
 

@@ -1,28 +1,84 @@
 """The exchanges that a computation in stages requests, and the loop that makes them over a communicator."""
 
 import contextlib
+import itertools
 import struct
-from collections.abc import Generator, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from hashlib import blake2b
 from typing import NamedTuple, Protocol, TypeVar, overload
+from weakref import WeakKeyDictionary
 
-from qcomp.core.errors import CommunicatorError, PayloadError
+from qcomp.core.errors import CommunicatorError, MismatchError, PayloadError
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
+from qcomp.core.reporting import name_ranks
 
 __all__ = [
     "AllGather",
     "AllToAll",
     "Arriving",
     "Exchange",
+    "Owner",
     "Stages",
     "Transport",
     "announce_lengths",
+    "answer",
+    "communicator_error",
     "drive",
     "fuse",
+    "number_of",
+    "other_owners",
+    "owned",
     "pipeline",
+    "told",
 ]
 
 Result = TypeVar("Result")
+
+_DIFFERENT = "the ranks exchange for different optimizers or steps"
+_DO_THE_SAME = (
+    "all ranks must make the same steps of the same optimizers in the same order, and continue from states of the same "
+    "step; an optimizer in a thread of its own needs a communicator of its own"
+)
+_DIGEST_BYTES = 8
+_NAMED = 3
+"""How many names of parameters an error has."""
+
+
+_numbers: "WeakKeyDictionary[Transport, itertools.count[int]]" = WeakKeyDictionary()
+_numbering = threading.Lock()
+
+
+class Owner(NamedTuple):
+    """Whose exchange it is; a communicator refuses to exchange for different owners.
+
+    Two ranks that step two optimizers in different orders would otherwise average gradients of different models.
+    """
+
+    kind: str
+    """Such as "OneBitAdam"."""
+    number: int
+    """Number of the owner among all that were started over the same communicator; 0 if it is not known."""
+    names: tuple[str, ...]
+    """The names of its parameters."""
+    stream: int
+    """A digest of their names and shapes."""
+    doing: str
+    """What it does, such as "step 5 (warmup)"."""
+
+    @property
+    def digest(self) -> int:
+        """A number below 2**63 that differs for different owners, and for different steps."""
+        text = f"{self.kind} {self.number} {self.stream} {self.doing}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def __str__(self) -> str:
+        number = f" number {self.number}" if self.number else ""
+        shown = ", ".join(map(repr, self.names[:_NAMED]))
+        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
+        return f"{self.doing} of {self.kind}{number}" + (f" with {shown}{more}" if shown else "")
 
 
 class AllToAll(NamedTuple):
@@ -32,6 +88,8 @@ class AllToAll(NamedTuple):
     receive: tuple[int, ...]
     later: bool = False
     """Whether the computation starts more exchanges before it reads what arrives; see `pipeline`."""
+    owner: Owner | None = None
+    """Whose exchange it is, if it must be told from others; see `owned`."""
 
 
 class AllGather(NamedTuple):
@@ -40,6 +98,8 @@ class AllGather(NamedTuple):
     send: Array
     receive: tuple[int, ...]
     later: bool = False
+    """As for `AllToAll`."""
+    owner: Owner | None = None
     """As for `AllToAll`."""
 
 
@@ -122,7 +182,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
                 result: Result = stop.value
                 break
             under_way = [exchange for exchange in under_way if not exchange.is_over]
-            arrived = _answer(request, comm)
+            arrived = answer(request, comm)
             if isinstance(arrived, Arriving):
                 under_way.append(arrived)
         for exchange in under_way:
@@ -136,13 +196,82 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     return result
 
 
-def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
+def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
+    """Return what arrives in an exchange over a communicator, whose owner all ranks compare."""
+    if request.owner is not None and not getattr(comm, "compares_owners", False):
+        return _with_digest(request, request.owner, comm)
     start = getattr(comm, "start", None) if request.later else None
     if start is not None:
         return Arriving(start(request))
+    run = getattr(comm, "run", None)
+    if run is not None:
+        buffers: list[Array] = run(request)
+        return buffers
     if isinstance(request, AllToAll):
         return comm.all_to_all(request.send, request.receive)
     return comm.all_gather(request.send, request.receive)
+
+
+def _with_digest(request: Exchange, owner: Owner, comm: Transport) -> Sequence[Array]:
+    """Exchange over a communicator that does not compare owners: every message ends with a digest of its owner."""
+    sizes = [joined_size([size, _DIGEST_BYTES]) for size in request.receive]
+    own = owner.digest.to_bytes(_DIGEST_BYTES, "little")
+
+    def sealed(buffer: Array) -> Array:
+        return join([buffer, from_host_bytes(own, buffer)])
+
+    if isinstance(request, AllToAll):
+        arrived = comm.all_to_all([sealed(buffer) for buffer in request.send], sizes)
+    else:
+        arrived = comm.all_gather(sealed(request.send), sizes)
+    parts = [
+        split(message, [size, _DIGEST_BYTES]) for message, size in zip(arrived, request.receive, strict=True)
+    ]
+    others = [rank for rank, (_, digest) in enumerate(parts) if host_bytes(digest) != own]
+    if others:
+        raise MismatchError(other_owners({comm.rank: told(owner)} | dict.fromkeys(others, "something else")))
+    return [buffer for buffer, _ in parts]
+
+
+def told(owner: Owner | None) -> str:
+    """Return what a rank tells the others of the owner of its exchange."""
+    return "no optimizer" if owner is None else str(owner)
+
+
+def other_owners(texts: "Mapping[int, str]") -> str:
+    """Return the error's text if ranks exchange for different owners, from what each rank has `told`."""
+    ranks_of = defaultdict(list)
+    for rank, owner in sorted(texts.items()):
+        ranks_of[owner].append(rank)
+    named = "; ".join(f"{name_ranks(ranks)}: {owner}" for owner, ranks in ranks_of.items())
+    return f"{_DIFFERENT} at the same time ({named}): {_DO_THE_SAME}"
+
+
+def communicator_error(text: str) -> CommunicatorError:
+    """Return the error for a failed exchange, a MismatchError if the cause is that ranks have different owners."""
+    return (MismatchError if _DIFFERENT in text else CommunicatorError)(text)
+
+
+def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
+    """Run a computation in stages whose exchanges have an owner; those that already have one keep it."""
+    arrived: Sequence[Array] | None = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        arrived = yield request if request.owner else request._replace(owner=owner)
+
+
+def number_of(comm: Transport) -> int:
+    """Return 1, 2, 3 and so on for what starts over a communicator, for its `Owner`; call it once, on all ranks."""
+    with _numbering:
+        try:
+            count = _numbers.setdefault(comm, itertools.count(1))
+        except TypeError:  # another package's communicator need not be hashable
+            return 0
+        return next(count)
 
 
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
