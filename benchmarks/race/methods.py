@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -222,6 +223,10 @@ def _variance_steps(settings: Settings) -> Callable[[int], bool]:
     return qcomp.DoublingIntervals(2)
 
 
+MULOCO = partial(qcomp.outer.muloco, scale=1.0)
+"""As measured: the outer learning rate once, as in the paper."""
+SPARSE_LOCO = partial(qcomp.outer.sparse_loco, averaging=qcomp.Averaging(topology="all_gather"))
+"""As measured: sums divided by the number of ranks."""
 BLOCKS: dict[str, Any] = {"block_rows": 68, "newton_schulz_steps": 3}
 """A block has the rows of one head of attention in the transformer, of queries, keys or values."""
 LOW_RANK = {"averaging": qcomp.PowerSGD(rank=2), "exact": None}
@@ -274,28 +279,28 @@ METHODS = {
     ),
     "local_adamw": Method("LocalSGD, AdamW", loop(adamw, qcomp.outer.local_sgd), outer),
     "diloco_adamw": Method("DiLoCo, AdamW", loop(adamw, qcomp.outer.diloco), outer),
-    "muloco": Method("MuLoCo", loop(muon, qcomp.outer.muloco), outer),
-    "sparse_adamw": Method("SparseLoCo, AdamW", loop(adamw, qcomp.outer.sparse_loco), outer),
-    "sparse_muon": Method("SparseLoCo, Muon", loop(muon, qcomp.outer.sparse_loco), outer),
+    "muloco": Method("MuLoCo", loop(muon, MULOCO), outer),
+    "sparse_adamw": Method("SparseLoCo, AdamW", loop(adamw, SPARSE_LOCO), outer),
+    "sparse_muon": Method("SparseLoCo, Muon", loop(muon, SPARSE_LOCO), outer),
     "sparse_often_muon3": Method(
         f"SparseLoCo every {OFTEN} steps, Muon of 3 iterations",
-        loop(short_muon, qcomp.outer.sparse_loco, changed=often),
+        loop(short_muon, SPARSE_LOCO, changed=often),
         outer_often,
     ),
     "sparse_often_blocks": Method(
         f"SparseLoCo every {OFTEN} steps, Muon in blocks",
-        loop(own_muon(ALL, ALL, inner=True, **BLOCKS), qcomp.outer.sparse_loco, changed=often),
+        loop(own_muon(ALL, ALL, inner=True, **BLOCKS), SPARSE_LOCO, changed=often),
         outer_often,
     ),
     "sparse_warm_adamw": Method(
-        "SparseLoCo after a warm-up, AdamW", loop(adamw, qcomp.outer.sparse_loco, warm=True), warmed_outer
+        "SparseLoCo after a warm-up, AdamW", loop(adamw, SPARSE_LOCO, warm=True), warmed_outer
     ),
     "sparse_warm_muon": Method(
-        "SparseLoCo after a warm-up, Muon", loop(muon, qcomp.outer.sparse_loco, warm=True), warmed_outer
+        "SparseLoCo after a warm-up, Muon", loop(muon, SPARSE_LOCO, warm=True), warmed_outer
     ),
     "sparse_lowrank_muon": Method(
         f"SparseLoCo every {OFTEN} steps after a warm-up by PowerSGD rank 2, Muon",
-        after_low_rank(muon, qcomp.outer.sparse_loco),
+        after_low_rank(muon, SPARSE_LOCO),
         warmed_often,
         False,
         ("lowrank2_muon", STEP),

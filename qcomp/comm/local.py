@@ -162,7 +162,7 @@ def _disagreement(one: tuple[int, _Call], other: tuple[int, _Call]) -> str | Non
     """Describe a contradiction between the calls of two ranks, if there is one."""
     (rank, call), (peer, peer_call) = sorted((one, other), key=lambda pair: pair[0])
     if call.owner != peer_call.owner:
-        return other_owners({rank: told(call.owner), peer: told(peer_call.owner)})
+        return other_owners({rank: told(call.owner), peer: told(peer_call.owner)}, call.owner)
     if call.verb != peer_call.verb:
         return f"rank {rank} called {call.verb} where rank {peer} called {peer_call.verb}"
     for sender, sent, receiver, announced in (

@@ -174,7 +174,7 @@ class MPICommunicator(Verbs):
         def flowing() -> bool:
             return any(other.is_flowing for other in self._under_way)
 
-        with self._closing_on_failure(verb):
+        with self._closing_on_failure(verb), self._lifelines.waiting(exchange.number, exchange.owner):
             if not (exchange.is_complete or poll(done, self.timeout, flowing=flowing)):
                 raise CommunicatorError(f"{verb}: waited {self.timeout:g} s: {exchange.whats_missing()}")
 

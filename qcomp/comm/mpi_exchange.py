@@ -82,7 +82,7 @@ class MPIExchange:
         owner: Owner | None,
     ) -> None:
         self._comm = comm
-        self._owner = owner
+        self.owner = owner
         self._tag = 0
         self.number = comm.begin()
         self.verb = verb
@@ -104,7 +104,7 @@ class MPIExchange:
         """Send every peer its share, even an empty one, since the peer must learn its size."""
         # Receive buffers need this too: earlier work may still be queued on memory that a pool hands out.
         finish_queued(self._buffers)
-        of_owner = 0 if self._owner is None else self._owner.digest
+        of_owner = 0 if self.owner is None else self.owner.digest
         largest = ranks.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int)
         self._tag = _TAGS[self.verb] + _VERB_TAGS * (of_owner % (largest // _VERB_TAGS))
@@ -135,9 +135,9 @@ class MPIExchange:
         if tag == FAILED_TAG:
             raise CommunicatorError(f"{self.verb}: rank {peer} failed: {_text_of(message, size)}")
         if tag == OWNER_TAG:
-            raise MismatchError(other_owners(self._owners(ranks) | {peer: _text_of(message, size)}))
+            raise self._mismatch(ranks, {peer: _text_of(message, size)})
         if tag // _VERB_TAGS != self._tag // _VERB_TAGS:
-            raise MismatchError(other_owners(self._owners(ranks)))
+            raise self._mismatch(ranks, {})
         if tag != self._tag:
             verb = _VERBS[tag % _VERB_TAGS]
             raise CommunicatorError(f"rank {rank} called {self.verb} where rank {peer} called {verb}")
@@ -147,11 +147,11 @@ class MPIExchange:
                 f"{self.verb}: rank {peer} sent {size} bytes to rank {rank}, which expected {expected} bytes"
             )
 
-    def _owners(self, ranks: MPI.Intracomm) -> dict[int, str]:
-        """Return what each rank tells of its owner; every rank sees that these differ."""
-        own = told(self._owner)
+    def _mismatch(self, ranks: MPI.Intracomm, known: dict[int, str]) -> MismatchError:
+        """Return the error that names the owners on all ranks, each of which sees that these differ."""
+        own = told(self.owner)
         send_all(ranks, own, OWNER_TAG)
-        texts = {self._comm.rank: own}
+        texts = {self._comm.rank: own, **known}
         status = MPI.Status()
 
         def all_told() -> bool:
@@ -162,7 +162,7 @@ class MPIExchange:
             return len(texts) == self._comm.size
 
         poll(all_told, _OWNER_SECONDS)
-        return dict.fromkeys(self.peers, "something else") | texts
+        return MismatchError(other_owners(dict.fromkeys(self.peers, "something else") | texts, self.owner))
 
     @property
     def is_complete(self) -> bool:

@@ -217,7 +217,14 @@ class TorchCommunicator(Verbs):
         """Return the number of a new exchange."""
         return self._lifelines.begin()
 
-    def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
+    def attend(
+        self,
+        exchange: int,
+        verb: str,
+        owner: Owner | None,
+        wait: Callable[[], None],
+        meanwhile: Callable[[], Any],
+    ) -> Any:
         """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
 
         Raises if a rank is lost: gloo cannot be interrupted while it waits, and does not always notice a lost peer.
@@ -228,7 +235,8 @@ class TorchCommunicator(Verbs):
         waiting = Waiting(wait, self._lifelines.changed)
         self._waiter.start(waiting)
         made = meanwhile()
-        waiting.join(lambda: self._lifelines.problem(exchange, verb))
+        with self._lifelines.waiting(exchange, owner):
+            waiting.join(lambda: self._lifelines.problem(exchange, verb))
         return made
 
     def cause(self, exchange: int, verb: str) -> str | None:

@@ -47,7 +47,14 @@ class _Connections(Protocol):
         """Return the number of a new exchange."""
         ...
 
-    def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
+    def attend(
+        self,
+        exchange: int,
+        verb: str,
+        owner: Owner | None,
+        wait: Callable[[], None],
+        meanwhile: Callable[[], Any],
+    ) -> Any:
         """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
 
         Raises if a rank is lost.
@@ -154,7 +161,7 @@ class TorchExchange:
                 self._send_payload(peer)
         else:
             self._deadline = time.monotonic() + comm.timeout
-            comm.attend(self.number, self._verb, self._read_headers, lambda: None)
+            comm.attend(self.number, self._verb, self._owner, self._read_headers, lambda: None)
             sends = {peer: self._tensors[peer] for peer in peers}
             self._on_device = comm.post_on_device(self._received, sends)
 
@@ -199,7 +206,11 @@ class TorchExchange:
         # A rank's own share is copied too, since received data never shares memory with sent data. The copy
         # is made while the other data travels.
         own = self._comm.attend(
-            self.number, self._verb, self._finish_on_host, self._tensors[self._comm.rank].clone
+            self.number,
+            self._verb,
+            self._owner,
+            self._finish_on_host,
+            self._tensors[self._comm.rank].clone,
         )
         for work in self._on_device:
             work.wait()  # the current stream waits, not this thread
@@ -229,7 +240,7 @@ class TorchExchange:
         self._wait_for("nothing came from", pending.items())
         headers = [data.numpy() for data in self._headers]
         if have_different_owners(headers):
-            raise MismatchError(other_owners(self._owners()))
+            raise MismatchError(other_owners(self._owners(), self._owner))
         problem = disagreement(headers)
         if problem is not None:
             raise CommunicatorError(problem)

@@ -2,6 +2,7 @@
 
 - `encode` and `decode` with a compressor (and feedback);
 - `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;
+- `average_of_senders`, which is made of `decode`;
 - `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, and `frozen_steps` of the frozen-variance
   optimizers;
 - `compensate`, `take_low_rank`, `orthonormal` and `next_factors` of PowerSGD, and `in_range` of a rank that is alone.
@@ -50,6 +51,7 @@ __all__ = [
     "adam_steps",
     "add_up",
     "average",
+    "average_of_senders",
     "compensate",
     "compress_mean",
     "decode",
@@ -294,6 +296,38 @@ def average(
             return mean
     mean = finish_mean(add_up(compressor, payloads, like, out=out), len(payloads))
     return mean if out is None or mean is out else write_into(out, mean)
+
+
+def average_of_senders(
+    compressor: AnyCompressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
+) -> Array:
+    """Return at each element the mean of the decompressed payloads that are not 0 there; 0 if there is none.
+
+    If the compressor drops no elements, this is the `average`.
+
+    Parameters
+    ----------
+    compressor, payloads, like, out
+        See `average`.
+    """
+    if compressor.traits.kept is None:
+        return average(compressor, payloads, like, out=out)
+    xp = array_namespace(like)
+    total, senders = xp.zeros_like(like), xp.zeros_like(like)
+    buffer = empty_like(like)
+
+    def add(total: Array, senders: Array, value: Array) -> tuple[Array, Array]:
+        return total + value, senders + xp.astype(value != 0, value.dtype)
+
+    for payload in payloads:
+        value = decode(compressor, payload, like, out=buffer)
+        total, senders = in_blocks(add, (total, senders, value), (total, senders))
+
+    def finish(total: Array, senders: Array) -> tuple[Array]:
+        return (flush(divide(total, xp.where(senders > 0, senders, xp.ones_like(senders)))),)
+
+    (mean,) = in_blocks(finish, (total, senders), (total,))
+    return mean if out is None else write_into(out, mean)
 
 
 def compress_mean(

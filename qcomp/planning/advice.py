@@ -10,9 +10,9 @@ from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign, TopK
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.core.optimizers.muon import Muon
-from qcomp.core.outer.presets import diloco, sparse_loco, streaming_diloco
+from qcomp.core.outer.presets import diloco, streaming_diloco
 from qcomp.planning.cluster import Cluster, Job, Link
-from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, evidence_of
+from qcomp.planning.evidence import STUDIED, TASKS, UNMEASURED, Evidence, evidence_of
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method, StepTime, pays_between, require_share, run_speedup, step_time
@@ -249,7 +249,7 @@ def _all_methods(job: Job, cluster: Cluster) -> tuple[Method, ...]:
     found = methods_of(cluster, job.gradient_bytes)
     sparse = TopK(k=64, bucket_size=4096, value_bits=2)
     found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
-    loops = [diloco(), streaming_diloco(), sparse_loco(), sparse_loco(every=5)]
+    loops = [diloco(), streaming_diloco(), STUDIED["SparseLoCo"](), STUDIED["SparseLoCo"](every=5)]
     if topology("hierarchical").suits(cluster.nodes, cluster.ranks_per_node):
         loops = [
             replace(loop, averaging=replace(loop.averaging, topology="hierarchical"))

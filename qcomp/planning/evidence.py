@@ -2,22 +2,30 @@
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.outer.presets import diloco, local_sgd, muloco, sparse_loco
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method
 
-__all__ = ["TASKS", "UNMEASURED", "Evidence", "evidence_of", "studies"]
+__all__ = ["STUDIED", "TASKS", "UNMEASURED", "Evidence", "evidence_of", "studies"]
 
 UNMEASURED = 3.0
 """Steps that a comparison counts for each step of exact training, if a method's steps to a loss were not measured."""
 TASKS = ("language model", "residual network", "adversarial network")
 """The tasks of the studies."""
-_PRESETS = {"LocalSGD": local_sgd, "DiLoCo": diloco, "SparseLoCo": sparse_loco, "MuLoCo": muloco}
+STUDIED: Mapping[str, Callable[..., OuterLoop]] = {
+    "LocalSGD": local_sgd,
+    "DiLoCo": diloco,
+    "SparseLoCo": partial(sparse_loco, averaging=Averaging(topology="all_gather")),
+    "MuLoCo": partial(muloco, scale=1.0),
+}
+"""The outer loops of the studies. SparseLoCo was divided by all ranks, and MuLoCo had its rate once."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +168,10 @@ def _names_of_muon(method: MuonMethod) -> tuple[str, ...]:
 
 
 def _names_of_loop(loop: OuterLoop) -> tuple[str, ...]:
-    """Return the names of the presets whose settings a loop has, whatever its topology."""
+    """Return the names of the studied loops whose settings a loop has, whatever its topology."""
     topology = loop.averaging.topology
     names = []
-    for name, preset in _PRESETS.items():
+    for name, preset in STUDIED.items():
         published = preset(loop.every, seed=loop.seed)
         own = replace(published.averaging, topology=topology)
         if replace(published, averaging=own) == loop:

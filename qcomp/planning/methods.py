@@ -188,6 +188,7 @@ class OuterMethod(Method):
         """Its name in tables."""
         loop, low_rank = self.loop, self._low_rank
         sent = low_rank.label if low_rank else f"{loop.compressor.spec}, {loop.averaging.topology}"
+        sent += ", divided by senders" if loop.averaging.divisor == "senders" else ""
         parts = f", {loop.fragments} fragments" if loop.fragments > 1 else ""
         delay = f", delay {loop.delay}" if loop.delay else ""
         return f"every {loop.every} steps: {sent}{parts}{delay}"

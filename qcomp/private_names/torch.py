@@ -13,6 +13,7 @@ from qcomp.private_names import require
 __all__ = [
     "COMPILED",
     "ScaledStep",
+    "averages_over_replicas",
     "call_at_end",
     "default_store",
     "found_inf",
@@ -22,6 +23,7 @@ __all__ = [
     "ignored_by",
     "inside_compiled",
     "is_joined_without",
+    "runs_hooks",
     "take_off_scale",
     "writes_to",
 ]
@@ -57,6 +59,13 @@ def take_off_scale(optimizer: Any) -> None:
     """Let a step find no scale, because its gradients have none any more."""
     if hasattr(optimizer, "grad_scale"):
         optimizer.grad_scale = None
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch runs the hooks of an optimizer's steps, which it arranges when the optimizer is made."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # so that torch has made one
+    _require(torch.optim.SGD.step, "hooked", "know that an outer loop will notice an optimizer's steps")
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def default_store() -> Any:
@@ -105,6 +114,18 @@ def is_joined_without(model: Any, other: Any) -> bool:
         for x in (model, other)
     )
     return bool(joined.enable and (not own.enable or own.is_first_joinable))
+
+
+def averages_over_replicas(state: Any) -> bool:
+    """Return whether FSDP2 averages gradients over replicas now, see ``set_requires_all_reduce``.
+
+    Parameters
+    ----------
+    state : object
+        Of a module, see `fsdp_state_of`.
+    """
+    use = "accumulate gradients without averaging them"
+    return bool(_require(_require(state, "_fsdp_param_group", use), "all_reduce_grads", use))
 
 
 def fsdp_state_of() -> Callable[[Any], object]:

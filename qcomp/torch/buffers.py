@@ -1,38 +1,93 @@
-"""The mean of a model's buffers over the ranks of an outer loop, which first compare what they have."""
+"""A model's buffers in an outer loop: what all ranks continue with, where theirs differ."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import Stages
-from qcomp.core.numeric.arrays import digest, dtype_name
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.numeric.arrays import bytes_of, cut_like, digest, dtype_name
 from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["average_stages"]
+__all__ = ["Buffer", "buffers_of", "combine_stages", "own_part"]
 
-_AVERAGED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_WITH_A_MEAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_OF_FIRST, _MEAN, _VARIANCE, _LEAST, _GREATEST = "that of rank 0", "mean", "variance", "least", "greatest"
+_Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_EXTREMES: dict[str, _Combine] = {_LEAST: torch.minimum, _GREATEST: torch.maximum}
 
 
-def average_stages(buffers: Mapping[str, torch.Tensor], state: OptimizerState, like: Any) -> Stages[None]:
-    """Replace buffers by their exact means over all ranks, except those that have the same bits on all ranks.
+class Buffer(NamedTuple):
+    """A buffer of a model, and how those of all ranks become one."""
 
-    Call it under ``torch.no_grad()``.
+    value: torch.Tensor
+    """This rank's part, in the model's memory."""
+    rule: str
+    mean: Any = ""
+    """The name of the running mean beside a running variance."""
+
+
+def own_part(x: Any) -> Any:
+    """Return what this rank holds of a tensor, in the same memory: all of it, or its shard of a DTensor."""
+    own = x.detach()
+    return own.to_local() if hasattr(own, "to_local") else own
+
+
+def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[str, Buffer]:
+    """Return the buffers that all ranks share after an outer round, by name: dense ones, each once.
+
+    A buffer in the memory of a trained parameter, one of ``params``, is left out: it moves with the parameter.
+    """
+    taken = {p.untyped_storage().data_ptr() for p in params if p.numel()}
+    names: dict[int, str] = {}
+    found: dict[str, Buffer] = {}
+    for module_name, module in model.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        for leaf, buffer in own.items():
+            if id(buffer) in names or buffer.layout is not torch.strided or buffer.is_quantized:
+                continue
+            value = own_part(buffer)
+            if value.untyped_storage().data_ptr() in taken:
+                continue
+            name = names[id(buffer)] = plain_name(f"{module_name}.{leaf}" if module_name else leaf)
+            rule = _rule(leaf, own)
+            found[name] = Buffer(value, rule, own["running_mean"] if rule == _VARIANCE else None)
+    return {name: b._replace(mean=names.get(id(b.mean), "")) for name, b in found.items()}
+
+
+def _rule(leaf: str, beside: Mapping[str, torch.Tensor]) -> str:
+    """Return how the buffers of all ranks become one, from a buffer's name and the others in its module."""
+    buffer, pair = beside[leaf], [beside.get(name) for name in ("running_mean", "running_var")]
+    if buffer.dtype not in _WITH_A_MEAN:
+        return _OF_FIRST
+    if all(x is not None and x.shape == buffer.shape for x in pair):  # BatchNorm, InstanceNorm
+        return {"running_mean": _MEAN, "running_var": _VARIANCE}.get(leaf, _OF_FIRST)
+    if {"min_val", "max_val"} <= beside.keys() and "histogram" not in beside:  # observers of quantisation
+        return {"min_val": _LEAST, "max_val": _GREATEST}.get(leaf, _OF_FIRST)
+    return _GREATEST if "amax" in leaf else _OF_FIRST  # largest magnitudes of 8-bit floats
+
+
+def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: Any) -> Stages[None]:
+    """Make buffers the same on all ranks, except those that have the same bits on all ranks.
+
+    Call it under ``torch.no_grad()``. Nothing is written before everything has arrived.
 
     Parameters
     ----------
-    buffers : mapping of str to Tensor
-        The floating-point buffers by name, in any order.
+    buffers : mapping of str to Buffer
+        From `buffers_of`.
     state : OptimizerState
         The state before the step, which gives the rank, the number of ranks and the step.
     like : Tensor
@@ -42,39 +97,92 @@ def average_stages(buffers: Mapping[str, torch.Tensor], state: OptimizerState, l
     ------
     MismatchError
         On every rank, if the ranks have other buffers, or buffers of other shapes or dtypes.
-    TypeError
-        On every rank, if a buffer that differs between ranks has a dtype that has no mean, such as those of 8 bits.
     NonFiniteError
-        On every rank, if a buffer that differs between ranks is not finite on one of them.
+        On every rank, if a running mean or variance that differs between ranks is not finite on one of them.
 
     Notes
     -----
-    Sends the name, shape, dtype and digest of each buffer to all other ranks, and then what has a mean.
+    Running means and variances become those of the mixture of all ranks' data, in equal parts: the mean of the means,
+    and the mean of the variances plus the variance of the means. Ranges of observers become the smallest range with all
+    of them, histories of largest magnitudes their maximum. All others become those of rank 0, bit for bit.
+
+    Sends the name, shape, dtype and digest of each buffer to all other ranks, 2 (N - 1) / N times the bytes of the
+    statistics and of the means once more, (N - 1) times those of the ranges, and twice those of the others from rank 0.
     """
     own = {
-        name: (f"{dtype_name(b.dtype)} of shape {tuple(b.shape)}", digest(b)) for name, b in buffers.items()
+        name: (f"{dtype_name(b.value.dtype)} of shape {tuple(b.value.shape)}", digest(b.value))
+        for name, b in buffers.items()
     }
     texts = yield from gather_texts(json.dumps(own), state.size, like)
     differing = _differing([json.loads(text) for text in texts])
-    if not differing:
+    chosen = {name: b for name, b in sorted(buffers.items()) if name in differing or b.mean in differing}
+    if not chosen:
         return
-    for name in differing:
-        if buffers[name].dtype not in _AVERAGED:
-            raise TypeError(
-                f"the buffer {name!r} differs between the ranks, and has dtype {dtype_name(buffers[name].dtype)}, "
-                "which has no mean; expected the same values on all ranks, or 16 bits or more, or buffers=False"
-            )
-    averaged = [buffers[name] for name in differing]
-    nothing = MeanState(state.rank, state.size, (), ())
+    here = {name: b.value.to(like.device) for name, b in chosen.items()}
+    of_rule = defaultdict(list)
+    for name, b in chosen.items():
+        of_rule[b.rule].append(name)
+    new = yield from _mixture(here, of_rule, chosen, state)
+    for rule, combine in _EXTREMES.items():
+        new |= yield from _extremes({name: here[name] for name in of_rule[rule]}, combine, state.size)
+    firsts = of_rule[_OF_FIRST]
+    raw = [bytes_of(here[name]) for name in firsts]
+    raw = yield from broadcast_stages(raw, root=0, rank=state.rank, size=state.size)
+    # A view in another dtype needs memory that is aligned, as here in the clones.
+    new |= {name: x.clone().view(here[name].dtype) for name, x in zip(firsts, raw, strict=True)}
+    for name, value in new.items():
+        _write(chosen[name].value, value.reshape(chosen[name].value.shape))
+
+
+def _mixture(
+    here: Mapping[str, torch.Tensor],
+    of_rule: Mapping[str, Sequence[str]],
+    buffers: Mapping[str, Buffer],
+    state: OptimizerState,
+) -> Stages[dict[str, torch.Tensor]]:
+    """Return the running means and variances of the mixture of all ranks' data."""
+    names = [*of_rule.get(_MEAN, ()), *of_rule.get(_VARIANCE, ())]
+    means = yield from _means({name: here[name] for name in names}, state)
+    apart = {
+        name: (here[mean].to(means[mean].dtype) - means[mean]).square()
+        for name in of_rule.get(_VARIANCE, ())
+        if (mean := buffers[name].mean) in means
+    }
+    between = yield from _means(apart, state)
+    return means | {name: means[name] + x for name, x in between.items()}
+
+
+def _means(values: Mapping[str, torch.Tensor], state: OptimizerState) -> Stages[dict[str, torch.Tensor]]:
+    """Return the exact means over all ranks, in at least single precision."""
+    if not values:
+        return {}
+    is_double = any(x.dtype == torch.float64 for x in values.values())
+    wide = [x.double() if is_double else x.float() for x in values.values()]
     try:
-        means, _ = yield from EXACT.stages(averaged, nothing)
+        means, _ = yield from EXACT.stages(wide, MeanState(state.rank, state.size, (), ()))
     except NonFiniteError as error:
-        raise (yield from name_gradients(error, averaged, differing, state, what="buffer value")) from error
-    for buffer, mean in zip(averaged, means, strict=True):
-        _write(buffer, mean)
+        raise (yield from name_gradients(error, wide, list(values), state, what="buffer value")) from error
+    return dict(zip(values, means, strict=True))
 
 
-def _differing(held: list[dict[str, list[str]]]) -> list[str]:
+def _extremes(
+    values: Mapping[str, torch.Tensor], combine: _Combine, size: int
+) -> Stages[dict[str, torch.Tensor]]:
+    """Return the elementwise minima or maxima over all ranks."""
+    if not values:
+        return {}
+    raw = [bytes_of(x) for x in values.values()]
+    lengths = [len(x) for x in raw]
+    arrived = yield AllGather(torch.cat(raw), (sum(lengths),) * size)
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in arrived:
+        for (name, like), part in zip(values.items(), cut_like(of_rank, lengths), strict=True):
+            value = part.clone().view(like.dtype)
+            found[name] = combine(found[name], value) if name in found else value
+    return found
+
+
+def _differing(held: list[dict[str, list[str]]]) -> set[str]:
     """Return the names of the buffers that have other bits on some ranks, from what each rank has."""
     names = sorted(set().union(*held))
     for name in names:
@@ -85,15 +193,15 @@ def _differing(held: list[dict[str, list[str]]]) -> list[str]:
             kinds = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in ranks_of.items()]
             raise MismatchError(
                 f"the buffer {name!r} is {', but '.join(kinds)}: all ranks need the same buffers, since they are "
-                "averaged. Register it alike on all ranks and before the loop is made, as a cache for the longest "
-                "sequence, or pass buffers=False, which averages none"
+                "made equal. Register it alike on all ranks and before the loop is made, as a cache for the longest "
+                "sequence, or pass buffers=False, which leaves all as they are"
             )
-    return [name for name in names if len({of_rank[name][1] for of_rank in held}) > 1]
+    return {name for name in names if len({of_rank[name][1] for of_rank in held}) > 1}
 
 
-def _write(buffer: torch.Tensor, mean: torch.Tensor) -> None:
-    """Write a mean to a buffer, once to elements that it repeats in memory, as expand does."""
+def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a value to a buffer, once to elements that it repeats in memory, as expand does."""
     for axis, step in enumerate(buffer.stride()):
         if not step:
-            buffer, mean = buffer.narrow(axis, 0, 1), mean.narrow(axis, 0, 1)
-    buffer.copy_(mean)
+            buffer, value = buffer.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    buffer.copy_(value)

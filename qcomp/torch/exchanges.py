@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,8 +21,8 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import handshake
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.shards import Shards
-from qcomp.core.mean.stages import drive
-from qcomp.core.numeric.arrays import dtype_name
+from qcomp.core.mean.stages import Owner, Stages, drive, owned
+from qcomp.core.numeric.arrays import dtype_name, host_bytes
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.policies.exact_below import Tensor
@@ -36,6 +37,10 @@ if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
 
 __all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
 
+_SAME_MODULES = (
+    "every rank must run the same modules of a sharded model in the same order; multiply the result of one that a rank "
+    "would skip by zero instead"
+)
 
 _WEIGHTS_HOP = 1 << 31
 """The hop of the draws that round weights; no mean of gradients has it, whose rounding must not depend on theirs."""
@@ -55,20 +60,23 @@ class Terms:
 class _Sharded:
     """The shards of one unit over one communicator."""
 
-    _hop = 0
-
     def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
         self._unit = unit
         self._compressor = compressor
         self._comm = comm
         self._terms = terms
-        self._calls = 0
         self._stream = stream_of(unit.names, unit.params)
         self._known: dict[tuple[str, ...], Shards] = {}
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor for messages, as FSDP2 makes it by default."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def _run(self, stages: Stages[Any], what: str) -> Any:
+        """Run a computation in stages whose exchanges tell what they are about, since ranks may run other modules."""
+        unit = self._unit
+        owner = Owner(unit.label, 0, unit.names, self._stream, what, _SAME_MODULES)
+        return drive(owned(stages, owner), self._comm)
 
     def _shards(self, unit: Unit) -> Shards:
         """Return the shards of parameters whose places in a message are known."""
@@ -91,11 +99,6 @@ class _Sharded:
     def _joined(self, size: int) -> Shards:
         """Return the shards of a message as those of one tensor, since the places of the parameters are not known."""
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
-
-    def _key(self) -> Key:
-        key = Key(seed=self._terms.seed, step=self._calls, tensor=self._stream, hop=self._hop)
-        self._calls += 1
-        return key
 
 
 class _Scattered(NamedTuple):
@@ -125,6 +128,7 @@ class ScatteredGradients(_Sharded):
 
     def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
         super().__init__(unit, compressor, comm, terms)
+        self._calls = 0
         self.skipped = 0
         self._residual: torch.Tensor | None = None
         self._owing = unit
@@ -145,13 +149,12 @@ class ScatteredGradients(_Sharded):
         unit = self._unit.trained()
         shards = self._for(unit, output_tensor.shape[0])
         residual = self._owed(unit, shards, input_tensor) if self._terms.feedback else None
+        shards = shards or self._joined(output_tensor.shape[0])
+        key = Key(seed=self._terms.seed, step=self._calls, tensor=self._stream)
+        self._calls += 1
         try:
-            mean, new = drive(
-                (shards or self._joined(output_tensor.shape[0])).scatter_mean(
-                    input_tensor, residual, self._key()
-                ),
-                self._comm,
-            )
+            what = f"the gradients of backward pass {self._calls}"
+            mean, new = self._run(shards.scatter_mean(input_tensor, residual, key), what)
         except NonFiniteError:
             self.skipped += 1
             if self._terms.nonfinite == "raise":
@@ -272,9 +275,13 @@ class GatheredWeights(_Sharded):
         As for `ScatteredGradients`.
     changes : bool
         Whether to compress only the changes since the last all-gather.
-    """
 
-    _hop = _WEIGHTS_HOP
+    Notes
+    -----
+    A step gathers the same weights several times: in the forward pass, again in the backward pass, and where
+    activations are computed again. All must see the same decoded weights. So draws depend on the weights and not on
+    the number of calls, and weights that have not changed have no further change to send.
+    """
 
     def __init__(
         self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, *, changes: bool
@@ -282,6 +289,7 @@ class GatheredWeights(_Sharded):
         super().__init__(unit, compressor, comm, terms)
         self._changes = changes
         self._last: torch.Tensor | None = None
+        self._sent = 0
         if changes:
             self._shards(unit).require_contraction()
 
@@ -305,32 +313,46 @@ class GatheredWeights(_Sharded):
             )
         size = input_tensor.shape[0]
         shards = self._for(self._unit, size) or self._joined(size)
+        needs_mark = self._changes or self._compressor.traits.random
+        mark = _mark(input_tensor) if needs_mark else 0
+        key = Key(seed=self._terms.seed, step=mark, tensor=self._stream, hop=_WEIGHTS_HOP)
+        what = "the weights"
         if self._changes:
-            self._last = self._gather_changes(shards, input_tensor)
+            self._last = self._run(self._changes_in(shards, input_tensor, mark, key), what)
             output_tensor.copy_(self._last)
             return
         into = output_tensor if output_tensor.dtype in (torch.float32, torch.float64) else None
-        found = drive(shards.gather(input_tensor, self._key(), into=into), self._comm)
+        found = self._run(shards.gather(input_tensor, key, into=into), what)
         if found is not output_tensor:
             output_tensor.copy_(found)
 
-    def _gather_changes(self, shards: Shards, own: torch.Tensor) -> torch.Tensor:
+    def _changes_in(self, shards: Shards, own: torch.Tensor, mark: int, key: Key) -> Stages[torch.Tensor]:
         """Return the last weights and their changes; at first all weights, exactly."""
+        sent, self._sent = self._sent, mark
+        found: torch.Tensor
         if self._last is None:
-            exact = self._of((Identity(),), (shards.size,))
-            first: torch.Tensor = drive(exact.gather(own, self._key()), self._comm)
-            return first
-        found: torch.Tensor = drive(shards.gather_changes(own, self._last, self._key()), self._comm)
+            found = yield from self._of((Identity(),), (shards.size,)).gather(own, key)
+        else:
+            if sent == mark:  # a change of zero
+                own = self._last[shards.rank * shards.size :][: shards.size]
+            found = yield from shards.gather_changes(own, self._last, key)
         return found
 
-    @property
-    def calls(self) -> int:
-        """The number of calls, which selects the draws of the next one."""
-        return self._calls
+    def forget(self) -> None:
+        """Gather all weights anew the next time."""
+        self._last = None
 
-    def load(self, calls: int) -> None:
-        """Continue after this number of calls, and gather all weights anew the next time."""
-        self._calls, self._last = calls, None
+
+_ROW = 1 << 12
+
+
+def _mark(x: torch.Tensor) -> int:
+    """Return 64 bits that depend on all bits of a vector, from sums that are made on its device."""
+    bits = x.contiguous().view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
+    whole = len(bits) // _ROW * _ROW
+    rows = bits[:whole].view(-1, _ROW)
+    sums = torch.cat([rows.sum(0), rows.sum(1), bits[whole:].long()])
+    return int.from_bytes(hashlib.sha256(host_bytes(sums)).digest()[:8], "little")
 
 
 class ReplicatedGradients:
@@ -353,6 +375,7 @@ class ReplicatedGradients:
         self._terms = terms
         self._topology = topology
         self._trained = unit.trained()
+        self._kept: torch.Tensor | None = None
         self._mean = self._mean_of(self._trained)
         self._state = self._begin(self._mean, self._trained)
 
@@ -386,6 +409,18 @@ class ReplicatedGradients:
                 "parameters have none, and torch does not tell which: call set_reduce_scatter_unused_params(True)"
             )
         state = self._follow(unit)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.shape != gradients.shape:
+                raise ValueError(
+                    f"{unit.label} has gradients of {gradients.shape[0]} elements, and of {kept.shape[0]} in earlier "
+                    "backward passes of the step: change requires_grad after one with set_requires_all_reduce(True)"
+                )
+            gradients += kept
+        if not unit.is_averaged_now:
+            self._kept = gradients.clone()
+            gradients.zero_()  # FSDP2 adds them to those of the next backward passes
+            return
         parts = list(gradients.split(sizes))
         try:
             means, self._state = self._mean.step(parts, parts, state, self._comm)
@@ -468,6 +503,7 @@ class ReplicatedGradients:
     def load(self, agreed: tuple[Unit, GradientMean, OptimizerState | None]) -> None:
         """Continue from what `agreed` returned."""
         self._trained, self._mean, self._state = agreed
+        self._kept = None
 
 
 def _common(one: Unit, other: Unit) -> Unit:

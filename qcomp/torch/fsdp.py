@@ -10,14 +10,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.core.checkpoint.schema import Entries, Several, Whole, read, shown
+from qcomp.core.checkpoint.schema import Entries, Whole, read, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD
 from qcomp.core.errors import MismatchError
 from qcomp.core.handshake import agree, handshake
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.reporting import warn_caller
-from qcomp.torch.exchanges import GatheredWeights, ReplicatedGradients, ScatteredGradients, Terms
+from qcomp.torch.exchanges import (
+    GatheredWeights,
+    ReplicatedGradients,
+    ScatteredGradients,
+    Terms,
+)
 from qcomp.torch.units import Unit, units_of
 
 __all__ = ["Compression", "compress"]
@@ -143,6 +148,7 @@ def compress(
         "topology": topology,
         "exact": list(is_exact.items()),
         "weight_changes": weight_changes,
+        "modules": [[u.name, *u.names] for u in units],
         "shapes": [list(tensor.shape) for tensor in tensors],
         "requires_grad": {
             name: p.requires_grad for u in units for name, p in zip(u.names, u.params, strict=True)
@@ -218,8 +224,7 @@ class Compression:
         Residuals of a reduce-scatter are whole tensors in the shapes of the parameters, whatever the mesh.
         """
         parts = {name: part.state_dict() for name, part in self.parts.items()}
-        weights = [gathered.calls for gathered in self.weights]
-        return {"rank": dist.get_rank(), "size": dist.get_world_size(), "parts": parts, "weights": weights}
+        return {"rank": dist.get_rank(), "size": dist.get_world_size(), "parts": parts}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a saved state; collective.
@@ -241,10 +246,8 @@ class Compression:
         problem: Exception | None = None
         known: dict[str, Any] = {}
         loaded: dict[str, Any] = {}
-        calls: list[int] = []
         try:
             states = _states(saved)
-            calls = _calls_of_weights(saved, len(self.weights))
             for name, part in self.parts.items():
                 known[name] = part.read([read(state, name, Entries(), "parts") for state in states])
         except (
@@ -259,8 +262,8 @@ class Compression:
         self._comms.agree(problem)
         for name, part in self.parts.items():
             part.load(loaded[name])
-        for gathered, count in zip(self.weights, calls, strict=True):
-            gathered.load(count)
+        for gathered in self.weights:
+            gathered.forget()
 
 
 def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -285,17 +288,6 @@ def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapp
             f"it is a list with the states of the ranks {ranks}; expected one state of each rank that saved"
         )
     return [parts[places.index((rank, size))]] if len(places) == size else parts
-
-
-def _calls_of_weights(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Return how often each unit was gathered, or zeros if the states do not have these units."""
-    calls = [0] * count
-    for one in [saved] if isinstance(saved, Mapping) else saved:
-        given = read(one, "weights", Several(), "it") if "weights" in one else []
-        of_units = [read(given, number, Whole(), "weights") for number in range(len(given))]
-        if len(of_units) == count:
-            calls = list(map(max, calls, of_units))
-    return calls
 
 
 class _Communicators:

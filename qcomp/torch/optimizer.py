@@ -562,7 +562,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
 
     def _gradients(self) -> tuple[list[Any], bool]:
         """Return the gradient of each parameter, without the scale of a GradScaler, and whether there was one."""
-        gradients = [p.grad for p in self._tensors]
+        gradients = [_as_precise(p.grad, p) for p in self._tensors]
         scale = grad_scale(self)
         if scale is not None:
             inverse = 1.0 / float(scale)
@@ -575,6 +575,12 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         self._state, self._gathered = state, {}
         for number, p in enumerate(self._tensors):
             self.state[p] = {kind: arrays[number] for kind, arrays in _kinds(state).items() if arrays}
+
+
+def _as_precise(grad: Any, p: Any) -> Any:
+    """Return a gradient in the precision in which its parameter is computed: its ``grad_dtype`` may be another."""
+    is_double = [x is not None and x.dtype == torch.float64 for x in (grad, p)]
+    return grad if grad is None or is_double[0] == is_double[1] else grad.to(p.dtype)
 
 
 def _kinds(state: OptimizerState) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
-from qcomp.private_names.torch import found_inf, grad_scale, inside_compiled, take_off_scale
-from qcomp.torch.buffers import average_stages
+from qcomp.private_names.torch import found_inf, grad_scale, inside_compiled, runs_hooks, take_off_scale
+from qcomp.torch.buffers import buffers_of, combine_stages, own_part
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import require_memory_of_its_own
+from qcomp.torch.positions import Positions, entries
 from qcomp.torch.products import plain_products
 from qcomp.torch.saved import of_rank, rank_of
 
@@ -35,6 +36,9 @@ __all__ = ["OuterLoop", "Trained"]
 
 _STEP_FILE = torch.optim.Optimizer.register_step_pre_hook.__code__.co_filename
 """The file of torch with the function that runs the hooks of a step."""
+
+_LOOKS = 100
+"""The first inner steps after which positions are looked for, at least; the others are those that exchange."""
 
 _LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers whose steps are the inner steps of a loop."""
@@ -62,9 +66,11 @@ class OuterLoop:
         that train data-parallel, a communicator of the ranks that have the same place in each node. Models that FSDP2
         shards within a node need this too: each rank exchanges its own shards.
     buffers : bool, default True
-        Whether a module's dense floating-point buffers, such as the running statistics of BatchNorm, are averaged
-        exactly once in ``every`` steps, with the last fragment. Those with the same bits on all ranks, such as masks,
-        stay as they are. Other buffers stay on their ranks, and with False all do.
+        Whether a module's dense buffers become the same on all ranks once in ``every`` steps, with the last fragment.
+        Running means and variances, as of BatchNorm, become those of all ranks' data together. Ranges of quantisation's
+        observers become the range of all ranks, and histories of largest magnitudes (``amax``) their maximum. All
+        others become those of rank 0, as under DistributedDataParallel, since not all have a mean: that of unit vectors
+        is none. With False all stay on their ranks.
 
     Raises
     ------
@@ -74,8 +80,8 @@ class OuterLoop:
         these ranks in every step. A step raises it, before it moves anything, if an optimizer has received other
         parameters since, the model has other tensors, or a parameter requires a gradient now that did not then.
     MismatchError
-        On every rank, if the ranks differ in settings or parameters; or from a step that averages buffers, if they have
-        other buffers.
+        On every rank, if the ranks differ in settings or parameters; or from a step that makes buffers equal, if they
+        have other buffers.
 
     Warns
     -----
@@ -212,6 +218,7 @@ class OuterLoop:
         params, state = self._loop.load_state_dict(
             saved, like, self._comm, self._trained.names, strict=strict
         )
+        self._trained.look_anew()
         self._trained.write(params)
         self._state = state
 
@@ -275,8 +282,8 @@ class OuterLoop:
         """Count an inner step, exchange where it is due, and write the result into the model."""
         if not self._calls.leave(optimizer) or optimizer is not self._trained.optimizers[-1]:
             return
-        self._trained.warn_if_unused()
         before, values = self._state, self._trained.values()
+        self._trained.look(self._loop, before)
         with plain_products(values[0]):
             if self._running is None:
                 params, state = self._loop.step(values, before, self._comm, shares=True)
@@ -353,17 +360,26 @@ class Trained:
         *,
         buffers: bool,
     ) -> None:
-        several = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        optimizers = [_inside(one) for one in several]
+        self._given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers = [_inside(one) for one in self._given]
         if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
             raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
+        for number, one in enumerate(optimizers):
+            if not runs_hooks(one):
+                raise TypeError(
+                    f"optimizer {number} is a {type(one).__name__}, for whose steps torch runs no hooks, since its "
+                    "__init__ does not call that of torch.optim.Optimizer: the loop would never notice a step. Call it "
+                    "there, or give the loop the optimizer inside"
+                )
         named = _named(model)
         self.optimizers = optimizers
         require_memory_of_its_own(named)
         self.names = tuple(name for name, _ in named)
         self._model = model if isinstance(model, torch.nn.Module) else None
-        self._averages_buffers = buffers
+        self._shares_buffers = buffers
         self.tensors = [p for _, p in named]
+        self.positions = Positions(optimizers)
+        self._looked = 0
         self._known = {id(p) for p in self.tensors}
         self.require_all()
 
@@ -390,20 +406,43 @@ class Trained:
                             "when the loop was made, or that required no gradient then; expected no others, since they "
                             "would differ between the ranks: make the loop again"
                         )
+        for number, (given, inner) in enumerate(zip(self._given, self.optimizers, strict=True)):
+            own = getattr(given, "state", None)
+            if given is not inner and own is not inner.state and (entry := next(entries(own), None)):
+                raise ValueError(
+                    f"optimizer {number} is a {type(given).__name__} around another optimizer, with the state "
+                    f"{'.'.join(map(str, entry[0][1:]))!r} of its own, as of slow weights: it would undo what the loop "
+                    "exchanges in the step of the one inside. Give the loop an optimizer that has all in one class"
+                )
 
-    def warn_if_unused(self) -> None:
-        """Warn after an inner step in which no parameter had a gradient."""
+    def look(self, loop: CoreLoop, before: OptimizerState) -> None:
+        """Look at an inner step, between a state and its exchange; warn if no parameter had a gradient.
+
+        Positions are looked for before each exchange, and in the first steps: some equal their parameters only after
+        the first, or after every k-th.
+        """
         if all(p.grad is None for p in self.tensors):
             warn_of_no_gradient("on this rank")
+        if self._looked < max(loop.every, _LOOKS) or loop.exchanges(before):
+            self.positions.note()
+        self._looked += 1
+
+    def look_anew(self) -> None:
+        """Look for positions in the states of optimizers that were loaded, before parameters are written."""
+        self.positions.forget()
+        self.positions.note()
+        self._looked = 0
 
     def values(self) -> list[Any]:
         """Return the parameters of this rank, in the model's memory."""
-        return [_own_part(p) for p in self.tensors]
+        return [own_part(p) for p in self.tensors]
 
     def write(self, params: Sequence[Any]) -> None:
-        """Write what has changed into the model."""
-        for value, new in zip(self.values(), params, strict=True):
+        """Write what has changed into the model, and move what the optimizers' states have of it."""
+        for p, new in zip(self.tensors, params, strict=True):
+            value = own_part(p)
             if new.data_ptr() != value.data_ptr():
+                self.positions.move(p, new)
                 value.copy_(new)
 
     @property
@@ -426,41 +465,35 @@ class Trained:
         if not members:
             return
         tensors = [self.tensors[number] for number in members]
-        values, used = [_own_part(p) for p in tensors], [p.grad is not None for p in tensors]
+        values, used = [own_part(p) for p in tensors], [p.grad is not None for p in tensors]
         overflows = any(map(_overflows, optimizers))
         *anywhere, is_skipped = yield from used_anywhere([*used, overflows], state, values[0])
         if is_skipped:
             for one in optimizers:
                 _skip(one)
             return
-        grads = [
-            _unscaled(_own_part(p.grad), scales[id(p)]) if is_used else torch.zeros_like(value)
-            for p, value, is_used in zip(tensors, values, used, strict=True)
-        ]
+        grads = []
+        for p, value, is_used in zip(tensors, values, used, strict=True):
+            # A gradient may have another dtype than its parameter, and none has none.
+            grad = _unscaled(own_part(p.grad), scales[id(p)]) if is_used else torch.zeros_like(value)
+            grads.append(grad.to(torch.promote_types(value.dtype, torch.float32)))
         means = yield from loop.average_stages(grads, take(state, members, loop.compression))
         for p, mean, is_used in zip(tensors, means, anywhere, strict=True):
             if is_used:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                _own_part(p.grad).copy_(mean)
+                own = getattr(p, "grad_dtype", p.dtype)
+                if p.grad is None or own is None:  # None allows all, so ranks may have different ones
+                    p.grad = torch.zeros_like(p, dtype=own or mean.dtype)
+                own_part(p.grad).copy_(mean)
         for one in optimizers:
             take_off_scale(one)  # else the step would do it once more
 
     def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
-        """Average the buffers, if the step between two states has applied the last fragment."""
+        """Make the buffers the same on all ranks, if the step between two states has applied the last fragment."""
         last = f"rounds.{loop.fragments - 1}"
-        if not self._averages_buffers or after.numbers[last] == before.numbers[last]:
+        if self._model is None or not self._shares_buffers or after.numbers[last] == before.numbers[last]:
             return
-        yield from average_stages(self._averaged_buffers(), before, self.values()[0])
-
-    def _averaged_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are averaged: dense floating-point ones, by name."""
-        named = [] if self._model is None else self._model.named_buffers()
-        return {
-            plain_name(name): _own_part(buffer)
-            for name, buffer in named
-            if buffer.is_floating_point() and buffer.layout is torch.strided
-        }
+        values = self.values()
+        yield from combine_stages(buffers_of(self._model, values), before, values[0])
 
 
 def _scale(optimizer: Any) -> float:
@@ -511,12 +544,6 @@ def _named(model: Any) -> list[tuple[str, Any]]:
     if not found:
         raise ValueError("model has no parameter that requires a gradient; expected at least one")
     return list(found.values())
-
-
-def _own_part(x: Any) -> Any:
-    """Return what this rank holds of a tensor, in the same memory: all of it, or its shard of a DTensor."""
-    own = x.detach()
-    return own.to_local() if hasattr(own, "to_local") else own
 
 
 def _mean_loss_stages(loss: Any, state: OptimizerState, like: Any) -> Stages[Any]:

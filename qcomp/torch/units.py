@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qcomp.private_names.torch import COMPILED, fsdp_state_of
+from qcomp.private_names.torch import COMPILED, averages_over_replicas, fsdp_state_of
 from qcomp.torch.parameters import require_values
 
 __all__ = ["Unit", "units_of"]
@@ -72,6 +72,11 @@ class Unit:
     def copies(self) -> int:
         """How many ranks have the same shard, over which FSDP2 itself sums."""
         return self._size_of(Replicate)
+
+    @property
+    def is_averaged_now(self) -> bool:
+        """Whether replicas average gradients now, see ``set_requires_all_reduce`` of FSDP2."""
+        return averages_over_replicas(_state_of(self.module))
 
     def _size_of(self, kind: type) -> int:
         p = self.params[0]

@@ -339,7 +339,8 @@ for pending in (second, first) if me else (first, second):
 @pytest.mark.mpi
 def test_over_mpi_every_rank_names_both(mpirun):
     head = "import time\nimport qcomp\ncomm = qcomp.comm.world()\nme = comm.rank\n"
-    job = mpirun(3, ["-c", head + TWO + "two_steps((0, 1) if me == 0 else (1, 0))"], check=False)
+    end = "\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"  # the first to end aborts the job
+    job = mpirun(3, ["-c", head + TWO + "two_steps((0, 1) if me == 0 else (1, 0))" + end], check=False)
     lines = [line for line in job.stdout.splitlines() if "different optimizers or steps" in line]
     assert len(lines) == 3, job
     for line in lines:

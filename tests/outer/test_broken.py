@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import qcomp
+from qcomp.core import primitives
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.outer import loop as module
 from qcomp.core.outer import overlapped
-from tests.outer import test_failures, test_laws, test_overlapped, test_resume
+from qcomp.core.outer.fragments import due
+from tests.outer import test_failures, test_laws, test_overlapped, test_references, test_resume
 from tests.outer.jobs import loop_of
 
 LOOP = module.OuterLoop
@@ -54,6 +56,18 @@ def keeps_its_own(self, fragment, means, tensors, state):
 
 def without_decay(self, state, factor):
     return state
+
+
+def without_scale(x, factor):
+    return x
+
+
+def divides_by_all_ranks(compressor, payloads, like, *, out=None):
+    return primitives.average(compressor, payloads, like, out=out)
+
+
+def sends_in_its_turn(self, state):
+    return due(state.step - self.warmup, self.every, self.fragments)
 
 
 def aliases(x):
@@ -108,6 +122,24 @@ BROKEN = {
     ),
     "own": (LOOP, "_land", keeps_its_own, test_laws.test_ranks_differ_between_rounds_and_agree_after_them),
     "decay": (CompressedMean, "rescaled", without_decay, test_laws.test_sent_and_owed_values_add_up),
+    "scale": (
+        module.primitives,
+        "scale",
+        without_scale,
+        test_references.test_muloco_moves_compressed_tensors_by_the_square_of_its_rate,
+    ),
+    "senders": (
+        primitives,
+        "average_of_senders",
+        divides_by_all_ranks,
+        test_references.test_sparse_loco_divides_by_the_ranks_that_sent_an_element,
+    ),
+    "turn": (
+        LOOP,
+        "_departing",
+        sends_in_its_turn,
+        test_references.test_turns_that_apply_are_those_of_torchft,
+    ),
     "alias": (module, "copy", aliases, test_laws.test_returned_parameters_share_no_memory_with_the_state),
     "mixing": (
         module.primitives,
@@ -138,7 +170,10 @@ BROKEN = {
 SETTINGS = {
     "how": {},
     "decay": 0.5,
+    "scale": 0.5,
     "fragments": 1,
+    "case": 3,
+    "size": 2,
     "loop": loop_of(outer=qcomp.SGD(learning_rate=0.5, momentum=0.5)),
     "mixing": 0.25,
     "new": 3,

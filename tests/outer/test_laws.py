@@ -92,11 +92,14 @@ def test_results_share_memory_with_the_state_only_with_permission(changes):
     [*({"averaging": qcomp.Averaging(topology=name)} for name in TOPOLOGIES), LOW_RANK],
     ids=[*TOPOLOGIES, "low rank"],
 )
-@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize(("decay", "scale"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_sent_and_owed_values_add_up(how, decay, fragments):
-    """For each round of a fragment, D = mean_i d_i + decay * owed - owed'. With decay 1, the rounds telescope."""
-    loop = loop_of(**how, decay=decay, fragments=fragments)
+def test_sent_and_owed_values_add_up(how, decay, scale, fragments):
+    """For each round of a fragment, D = scale * mean_i d_i + decay * owed - owed'; with decay 1, the rounds telescope.
+
+    The scale is that of compressed tensors.
+    """
+    loop = loop_of(**how, decay=decay, scale=scale, fragments=fragments)
     job = Job(loop, 3, params=begun(dtype=np.float64))
     before, sums, steps = job.anchor(), [np.zeros(s) for s in SHAPES], 0
     tensors = begun()[:2]
@@ -111,7 +114,7 @@ def test_sent_and_owed_values_add_up(how, decay, fragments):
                 continue
             steps += 1
             sent = before[i] - after  # outer SGD with rate 1
-            meant = before[i] - sum(p[i] for p in inner) / 3
+            meant = (before[i] - sum(p[i] for p in inner) / 3) * (scale if i < 2 else 1)
             lost = decay * debt[i] - kept[i] if i < 2 else 0
             assert np.abs(sent - (meant + lost)).max() < 1e-12
             sums[i] += sent - meant
@@ -135,6 +138,12 @@ def test_sent_and_owed_values_add_up(how, decay, fragments):
         loop_of(averaging=qcomp.Averaging(topology="auto"), compressor=qcomp.TopK(2, 16), delay=2),
         loop_of(compressors=qcomp.ByName({"0": SIGN, "*": qcomp.QSGD(7, 16)}), fragments=2),
         loop_of(**LOW_RANK, fragments=2, delay=2, decay=0.9),
+        loop_of(
+            averaging=qcomp.Averaging("all_gather", divisor="senders"),
+            compressor=qcomp.TopK(2, 16),
+            decay=0.9,
+        ),
+        loop_of(fragments=2, delay=1, turn="apply", mixing=1.0, scale=0.5),
     ],
     ids=lambda loop: f"{type(loop.outer).__name__}-{loop.fragments}-{loop.delay}",
 )
@@ -199,7 +208,7 @@ def test_a_delayed_result_is_the_result_of_the_step_that_sent_it():
     assert [x.tobytes() for x in late.anchor()] == [x.tobytes() for x in soon.anchor()]
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.25])
+@pytest.mark.parametrize("mixing", [0.0, 0.25, 1.0])
 def test_results_are_mixed_with_the_local_parameters(mixing):
     job = Job(loop_of(delay=2, mixing=mixing), 2).run(5)
     job.inner()
@@ -317,8 +326,9 @@ def test_a_loop_without_compression_has_no_residuals_and_no_warning(exact):
         loop_of(every=1),
         loop_of(every=6, fragments=3, delay=2, mixing=0.5),
         loop_of(every=5, fragments=2, delay=4, warmup=3),
+        loop_of(every=6, fragments=2, delay=2, warmup=3, turn="apply"),
     ],
-    ids=["plain", "every step", "fragments", "long delay"],
+    ids=["plain", "every step", "fragments", "long delay", "sent early"],
 )
 def test_exchanges_announces_the_steps_with_exchanges(loop):
     params = [np.ones(40, np.float32), np.ones((7, 5), np.float32), np.ones(3, np.float32)]

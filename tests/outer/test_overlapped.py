@@ -13,6 +13,7 @@ LOOPS = {
     "long": loop_of(every=6, delay=5, decay=0.5, fragments=3, outer=qcomp.Adam(learning_rate=0.1)),
     "ring": loop_of(every=4, delay=3, averaging=qcomp.Averaging(topology="ring"), fragments=2),
     "coded": loop_of(every=4, delay=3, compressor=qcomp.QSGD(7, 16, coding="range"), fragments=2),
+    "early": loop_of(every=6, delay=2, turn="apply", fragments=2, scale=0.5),
     "exact": qcomp.OuterLoop(every=4, delay=2, fragments=2),
     "low rank": loop_of(
         every=4, delay=3, averaging=qcomp.PowerSGD(rank=1), compressor=qcomp.Identity(), fragments=2

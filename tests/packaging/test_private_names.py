@@ -26,11 +26,13 @@ ATTRIBUTES = [
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group",
     "numba.core.caching:CompileResultCacheImpl._locator_classes",
     "numba.core.caching:FunctionCache._impl_class",
 ]
 STORED = [
     "torch.distributed.algorithms:Joinable._join_config",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.all_reduce_grads",
     "torch.nn.parallel:DistributedDataParallel._comm_hooks",
     "torch.nn.parallel:DistributedDataParallel.parameters_to_ignore",
     "numba.core.dispatcher:Dispatcher._cache",
@@ -44,9 +46,10 @@ USED = {
     "enable",
     "found_inf",
     "grad_scale",
+    "hooked",
     "is_first_joinable",
 }
-"""Names whose use is tested below, or by the tests of `Join`."""
+"""Names whose use is tested below, or by the tests of `Join` and of outer loops."""
 LISTED = USED | {part for name in ATTRIBUTES + STORED for part in re.split("[.:]", name)[1:]}
 
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
@@ -208,6 +211,7 @@ MISSING = [
     ("torch.distributed.distributed_c10d", "_get_default_store", of_torch.default_store),
     ("torch.autograd.variable.Variable", "_execution_engine", of_torch.call_at_end),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", of_torch.fsdp_state_of),
+    ("builtins.object", "_fsdp_param_group", lambda: of_torch.averages_over_replicas(object())),
     ("builtins.object", "_version", lambda: of_torch.writes_to(object())),
     ("builtins.object", "parameters_to_ignore", lambda: of_torch.ignored_by(object())),
     ("builtins.object", "_join_config", lambda: of_torch.is_joined_without(object(), object())),

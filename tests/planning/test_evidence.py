@@ -6,7 +6,7 @@ import pytest
 
 import qcomp
 from qcomp.planning import Method, MuonMethod, OuterMethod, PowerSGDMethod, evidence_of
-from qcomp.planning.evidence import TASKS, UNMEASURED, Evidence, studies
+from qcomp.planning.evidence import STUDIED, TASKS, UNMEASURED, Evidence, studies
 
 SIGN = Method("two_phase", qcomp.ScaledSign())
 
@@ -34,7 +34,8 @@ def test_a_compressor_selects_the_study_of_its_optimizer():
 
 
 def test_methods_without_a_study_have_no_evidence():
-    loops = (qcomp.outer.diloco(), qcomp.outer.sparse_loco(7), qcomp.outer.sparse_loco(30, decay=0.5))
+    sparse = STUDIED["SparseLoCo"]
+    loops = (qcomp.outer.diloco(), sparse(7), sparse(30, decay=0.5), qcomp.outer.sparse_loco(30))
     low_rank = [
         PowerSGDMethod(averaging=qcomp.PowerSGD(rank=8)),
         PowerSGDMethod(compressor=qcomp.Cast("bfloat16")),
@@ -44,7 +45,7 @@ def test_methods_without_a_study_have_no_evidence():
 
 
 def test_an_outer_loop_is_known_with_the_settings_of_the_study_in_every_topology():
-    loop = qcomp.outer.sparse_loco(30, seed=7)
+    loop = STUDIED["SparseLoCo"](30, seed=7)
     elsewhere = replace(loop, averaging=replace(loop.averaging, topology="hierarchical"))
     for each in (loop, elsewhere):
         known = evidence_of(OuterMethod(loop=each))
@@ -101,7 +102,7 @@ def test_an_unknown_task_is_an_error():
 
 def test_the_study_with_the_closest_number_of_ranks_counts():
     """An outer round loses more with more ranks, so few ranks say little of many."""
-    often = OuterMethod(loop=qcomp.outer.sparse_loco(5))
+    often = OuterMethod(loop=STUDIED["SparseLoCo"](5))
     found = [evidence_of(often, ranks=ranks) for ranks in (1, 2, 3, 4, 64)]
     assert [known.ranks for known in found] == [2, 2, 4, 4, 4]
     assert found[1].ratio < found[3].ratio

@@ -255,17 +255,24 @@ def test_no_two_roundings_have_the_same_draws(said):
         """
 from qcomp.testing import replace_draws
 TERNARY = qcomp.QSGD(levels=1, bucket_size=1024)
-keys = []
+keys, by_step = [], []
 def source(key, block):
     first = key.bucket + block.first_bucket
     keys.extend(key._replace(bucket=first + row) for row in range(block.rows))
     return 30000
 model = sharded()
 compress(model, TERNARY, TERNARY, exact=None)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with replace_draws(source):
     for step in range(2):
         backward(model, step)
-assert len({key.hop for key in keys}) == 2 and len(set(keys)) == len(keys)
+        optimizer.step()
+        by_step.append(list(keys))
+        keys.clear()
+of_gradients = [key for step in by_step for key in step if key.hop == 0]
+of_weights = [{key for key in step if key.hop} for step in by_step]
+assert len(of_gradients) == len(set(of_gradients)) > 0
+assert all(of_weights) and not of_weights[0] & of_weights[1]
 
 class Weights(torch.nn.Module):
     def __init__(self):
@@ -340,7 +347,13 @@ with torch.no_grad():
     for p in model.parameters():
         x = p.to_local()
         x += torch.linspace(0.1, 0.4, max(1, x.numel()))[: x.numel()].reshape(x.shape)
-lost = [distance() for _ in range(8)]
+lost = []
+for _ in range(8):
+    lost.append(distance())
+    assert distance() == lost[-1]  # weights that have not changed send nothing new
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(1 + 2e-7)
 assert lost[0] < 0.2 and lost[-1] < 1e-5, lost
 compression.load_state_dict(compression.state_dict())
 assert distance() == 0
@@ -474,6 +487,136 @@ for first in (PARTLY, WHOLLY):
     freeze(again, ELSEWHERE)
     compress(again, SIGN, replicas=mesh["replicas"], **SMALL)
     backward(again, 4)
+""",
+    )
+
+
+def test_replicas_average_once_for_all_microbatches(said):
+    """As with HSDP, whose replicas wait for `set_requires_all_reduce(True)`; residuals see the sum alone."""
+    said(
+        2,
+        """
+mesh = dist.init_device_mesh("cpu", (n, 1), mesh_dim_names=("replicas", "shard"))
+IDENTITY = qcomp.Identity()
+for compressor in (IDENTITY, SIGN):
+    stock, whole, ours = sharded(mesh), sharded(mesh["shard"]), sharded(mesh["shard"])
+    first, second = [compress(m, compressor, replicas=mesh["replicas"], **SMALL) for m in (whole, ours)]
+    for step in range(2):
+        sent = []
+        for micro in range(3):
+            stock.set_requires_all_reduce(micro == 2)
+            ours.set_requires_all_reduce(micro == 2)
+            whole.set_requires_gradient_sync(micro == 2)
+            before = second.bytes_sent
+            for model in (stock, whole, ours):
+                backward(model, 10 * step + micro)
+            sent.append(second.bytes_sent - before)
+        assert sent[:2] == [0, 0] and sent[2] > 0, sent
+        close(gradients(ours), gradients(whole), rtol=0, atol=0)
+        if compressor is IDENTITY:
+            close(gradients(ours), gradients(stock), rtol=1e-5, atol=1e-4)
+        for model in (stock, whole, ours):
+            model.zero_grad()
+    assert first.bytes_sent == second.bytes_sent
+
+fresh, kept = sharded(mesh["shard"]), sharded(mesh["shard"])
+compress(fresh, IDENTITY, replicas=mesh["replicas"], feedback=False, exact=None)
+compression = compress(kept, IDENTITY, replicas=mesh["replicas"], feedback=False, exact=None)
+def keep():
+    kept.zero_grad()
+    kept.set_requires_all_reduce(False)
+    backward(kept, 0)
+keep()
+compression.load_state_dict(compression.state_dict())  # a state has no gradients
+kept.set_requires_all_reduce(True)
+for model in (fresh, kept):
+    backward(model, 1)
+close(gradients(kept), gradients(fresh), rtol=0, atol=0)
+keep()
+kept[1].up.weight.requires_grad_(False)
+text = refusal(lambda: backward(kept, 1))
+assert text.startswith("ValueError: the module '1' has gradients of "), text
+""",
+    )
+
+
+@pytest.mark.parametrize("what", ["gradients", "weights"])
+def test_ranks_that_run_other_modules_are_told_which(said, what):
+    """Modules of equal sizes: each rank would receive gradients, or weights, of another module."""
+    compressors = "qcomp.Identity(), None" if what == "gradients" else "None, qcomp.Identity()"
+    said(
+        2,
+        f"""
+import time
+class Skipping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(4))
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = x if number == 1 + me else x + block(x)
+        return x
+net = Skipping()
+for block in net.blocks:
+    fully_shard(block, mesh=everyone, reshard_after_forward=False)
+fully_shard(net, mesh=everyone)
+compress(net, {compressors}, exact=None)
+began = time.monotonic()
+text = refusal(lambda: net(torch.ones(2, 16)).sum().backward())
+assert time.monotonic() - began < 10
+assert text.startswith("MismatchError: "), text
+for rank in range(2):
+    assert any(
+        f"rank {{rank}}: the {what}{{which}} of the module 'blocks.{{2 - rank}}'" in text
+        for which in ("", " of backward pass 1")
+    ), text
+assert "multiply the result of one that a rank would skip by zero instead" in text, text
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", pytest.param(", weight_changes=True", marks=pytest.mark.slow)],
+    ids=["weights", "changes"],
+)
+def test_a_step_computes_with_one_rounding_of_its_weights(said, options):
+    """Forward passes, backward passes, and activations that are computed again; the next step has other draws."""
+    said(
+        2,
+        f"""
+from torch.utils.checkpoint import checkpoint
+class Seen(torch.nn.Module):
+    def __init__(self, again):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16, bias=False)
+        self.again, self.seen = again, []
+    def whole(self, x):
+        self.seen.append(self.inner.weight.detach().clone())
+        return torch.tanh(self.inner(x))
+    def forward(self, x):
+        return checkpoint(self.whole, x, use_reentrant=False) if self.again else self.whole(x)
+def losses(again):
+    torch.manual_seed(0)
+    layers = [Seen(again), Seen(again)]
+    model = sharded(model=torch.nn.Sequential(torch.nn.Linear(16, 16), *layers))
+    compress(model, qcomp.Identity(), qcomp.QSGD(7, 128){options}, exact=None)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        draws = torch.Generator().manual_seed(9 * step + me)
+        loss = (model(torch.randn(4, 16, generator=draws)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, layers[0].seen, model
+plain, once, _ = losses(False)
+again, twice, model = losses(True)
+assert plain == again
+assert len(once) == 3 and len(twice) == 6
+for number, weight in enumerate(once):
+    assert torch.equal(weight, twice[2 * number]) and torch.equal(weight, twice[2 * number + 1])
+assert not torch.equal(once[0], once[1])
 """,
     )
 

@@ -19,6 +19,7 @@ import qcomp
 import qcomp.torch
 import qcomp.torch.ft
 from tests.torch_face.ft_threads import Lighthouse, Strike
+from tests.torch_face.test_positions import Masters
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -176,6 +177,28 @@ def test_a_replica_that_keeps_a_later_inner_state_is_found(monkeypatch):
     strikes = [Strike(0, exchange, frozenset([1])) for exchange in range(30)]
     found = [Lighthouse(trains(LOOPS["warm-up"]), strike, follows=False).run(3) for strike in strikes]
     assert any(isinstance(result, AssertionError) for results in found for result in results.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["warm-up", "streaming"])
+def test_copies_of_parameters_follow_them(name):
+    """Also where replicas go back, and in a new replica, which gets the inner state of another."""
+
+    def main(replica: int, manager: Any, group: Any) -> int:
+        model, loop = model_of(replica), LOOPS[name]
+        inner = Masters(model.parameters(), lr=1e-2)
+        outer = qcomp.torch.ft.ElasticOuterLoop(model, inner, loop, manager, group)
+        while outer.state.step < steps_of(loop):
+            outer.zero_grad()
+            backward(model, 1000 * replica + outer.state.step)
+            outer.step()
+            masters = [state["inside"]["master"] for state in inner.state.values()]
+            assert all(map(torch.equal, masters, model.parameters()))
+        return len(masters)
+
+    for exchange in (9, 14, 19):
+        found = Lighthouse(main, Strike(1, exchange, frozenset([0])), follows=True).run(3)
+        assert set(found.values()) == {4}
 
 
 @pytest.mark.parametrize("name", LOOPS)

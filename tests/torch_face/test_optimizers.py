@@ -122,6 +122,33 @@ def test_steps_equal_those_of_the_core_bit_for_bit(name):
     assert name == "ZeroOneAdam" or results[0] == results[1]  # its ranks differ
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.Parameter(torch.ones(1)), "grad_dtype"), reason="an older torch")
+@pytest.mark.parametrize(
+    ("of_params", "of_grads"), [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str
+)
+@every_face
+def test_gradients_may_be_more_or_less_precise_than_parameters(name, of_params, of_grads):
+    """They count in the precision of the parameters; one rank has none of a parameter."""
+
+    def main(comm, own):
+        params = [torch.nn.Parameter(torch.zeros(8, 8, dtype=of_params)) for _ in range(2)]
+        for p in params:
+            p.grad_dtype = own
+        changes = {} if name == "Muon" else {"exact": None}
+        named = [(f"layer{i}.weight", p) for i, p in enumerate(params)]
+        optimizer = face(name, named, comm, **changes)
+        for step in range(2):
+            for p in params[comm.rank :]:
+                p.grad = torch.linspace(step, 1 + comm.rank, 64).reshape(8, 8).to(own)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.tolist() for p in params]
+
+    found = run_local(2, lambda comm: main(comm, of_grads), timeout=20)
+    assert found[0] == found[1]
+    assert found == run_local(2, lambda comm: main(comm, of_params), timeout=20)
+
+
 def test_the_warm_up_alone_equals_adamw():
     model, twin = model_of(0), model_of(0)
     optimizer = face(

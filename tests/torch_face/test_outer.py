@@ -181,6 +181,42 @@ def test_the_warm_up_trains_on_the_mean_gradient(how):
     assert torch.equal(alike.spare, torch.ones(3))  # weight decay would have moved it
 
 
+GRAD_DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+    (torch.bfloat16, None),
+]
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.Parameter(torch.ones(1)), "grad_dtype"), reason="an older torch")
+@pytest.mark.parametrize(("of_params", "of_grads"), GRAD_DTYPES, ids=str)
+def test_gradients_may_have_another_dtype_than_parameters(of_params, of_grads):
+    """In the warm-up, where one rank has no gradient of a parameter."""
+
+    def rank_main(comm):
+        params = [torch.nn.Parameter(torch.zeros(3, dtype=of_params)) for _ in range(2)]
+        for p in params:
+            p.grad_dtype = of_grads
+        optimizer = torch.optim.SGD(params, lr=0.5)
+        outer = qcomp.torch.OuterLoop(params, optimizer, qcomp.OuterLoop(every=2, warmup=2), comm=comm)
+        for step in range(2):
+            for p in params[comm.rank :]:
+                p.grad = torch.full(
+                    (3,), 1.0 + step / 3, dtype=of_grads or (torch.float64, torch.float32)[comm.rank]
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+        assert outer.core_state.stage == "local"  # all ranks had the same parameters
+        return [p.tolist() for p in params]
+
+    one, other = run_local(2, rank_main, timeout=20)
+    assert one == other
+    assert one[0] == pytest.approx([-0.5 * (1 + 4 / 3) / 2] * 3, rel=1e-2)
+    assert one[1] == pytest.approx([-0.5 * (1 + 4 / 3)] * 3, rel=1e-2)
+
+
 def test_steps_of_several_optimizers_count_as_one_inner_step():
     def two(model):
         matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -645,7 +681,7 @@ class TestSeveralBackwardPasses:
 
 
 class TestBuffers:
-    """What a model has besides parameters: means where ranks differ, and nothing where they do not."""
+    """What a model has besides parameters: one value for all ranks where they differ, and nothing where they do not."""
 
     def trained(self, buffers, ranks=2):
         """Return each rank's buffers after an outer round, of a model with these buffers of a rank and BatchNorm."""
@@ -659,9 +695,31 @@ class TestBuffers:
 
         return run_local(ranks, rank_main, timeout=20)
 
+    def exchanged(self, make, fill, ranks=3):
+        """Return each rank's buffers after an exchange, which ``fill`` has written before."""
+
+        def rank_main(comm):
+            inside = make()
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), inside).to(
+                next(inside.parameters(), torch.ones(0)).dtype
+            )
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            qcomp.torch.OuterLoop(model, optimizer, qcomp.OuterLoop(every=1), comm=comm)
+            with torch.no_grad():
+                fill(model[1], comm.rank)
+            for p in model.parameters():
+                p.grad = torch.full_like(p, comm.rank)
+            optimizer.step()
+            return model[1]
+
+        return run_local(ranks, rank_main, timeout=20)
+
     @pytest.mark.parametrize("second", [torch.ones(4), torch.ones(3, dtype=torch.float64), None])
     def test_others_are_refused_by_name(self, second):
-        """Otherwise all buffers behind it would be averaged with the elements of others."""
+        """Otherwise all buffers behind it would get the elements of others."""
         kinds = "is float32 of shape (3,) on ranks 0 and 2, but "
         kinds += "absent" if second is None else f"{str(second.dtype)[6:]} of shape {tuple(second.shape)}"
         expected = re.escape(f"the buffer '0.cache' {kinds} on rank 1: all ranks need the same")
@@ -672,8 +730,8 @@ class TestBuffers:
         pairs = [("a", torch.ones(3)), ("b", torch.zeros(5))]
         found = self.trained(lambda rank: {n: x + rank for n, x in (pairs[::-1] if rank else pairs)})
         for one in found:
-            assert torch.equal(one["0.a"], torch.full((3,), 1.5))
-            assert torch.equal(one["0.b"], torch.full((5,), 0.5))
+            assert torch.equal(one["0.a"], torch.ones(3))
+            assert torch.equal(one["0.b"], torch.zeros(5))
         assert torch.equal(found[0]["1.running_var"], found[1]["1.running_var"])
 
     @pytest.mark.parametrize(
@@ -700,21 +758,192 @@ class TestBuffers:
         found = self.trained(lambda rank: {"mask": mask.t().contiguous().t() if rank else mask.clone()})
         assert all(torch.equal(one["0.mask"], mask) for one in found)
 
-    def test_expanded_ones_are_averaged(self):
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            torch.float32,
+            torch.float64,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.int64,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+        ],
+        ids=str,
+    )
+    def test_those_without_a_rule_become_those_of_rank_0(self, dtype):
+        """Bit for bit, as under DistributedDataParallel; three odd bytes before them shift what is behind them."""
+
+        def of_rank(rank):
+            return {
+                "odd": torch.full((3,), rank, dtype=torch.uint8),
+                "x": torch.tensor([rank, 1 - rank]).to(dtype),
+            }
+
+        for one in self.trained(of_rank):
+            assert one["0.x"].dtype == dtype
+            assert torch.equal(one["0.x"].to(torch.complex64), torch.tensor([0, 1]).to(torch.complex64))
+
+    def test_values_that_are_not_finite_are_no_obstacle_without_a_rule(self):
+        for one in self.trained(lambda rank: {"x": torch.tensor([torch.nan, -torch.inf, 1.0][rank:])[:1]}):
+            assert one["0.x"].isnan().all()
+
+    def test_expanded_ones_become_those_of_rank_0(self):
         found = self.trained(lambda rank: {"x": torch.full((1,), float(rank)).expand(3)})
-        assert all(torch.equal(one["0.x"], torch.full((3,), 0.5)) for one in found)
+        assert all(torch.equal(one["0.x"], torch.zeros(3)) for one in found)
 
-    def test_those_that_are_not_finite_are_named(self):
-        with pytest.raises(
-            qcomp.NonFiniteError, match=r"the buffer value of '0\.x' on rank 1 is not finite.* in step 2"
-        ):
-            self.trained(lambda rank: {"x": torch.tensor([torch.nan if rank else 1.0])})
+    @pytest.mark.parametrize("new", [False, True], ids=["hook", "parametrization"])
+    def test_unit_vectors_stay_unit_vectors(self, new):
+        """The mean of spectral_norm's vectors is shorter, so the norm would be underestimated by as much."""
+        norm = torch.nn.utils.parametrizations.spectral_norm if new else torch.nn.utils.spectral_norm
 
-    def test_those_without_a_mean_are_named(self):
+        def turn(module, rank):
+            for buffer in module.buffers():
+                generator = torch.Generator().manual_seed(rank)
+                buffer.copy_(
+                    torch.nn.functional.normalize(torch.randn(buffer.shape, generator=generator), dim=0)
+                )
+
+        found = self.exchanged(lambda: norm(torch.nn.Linear(2, 2)), turn)
+        for module in found:
+            for buffer, first in zip(module.buffers(), found[0].buffers(), strict=True):
+                assert torch.equal(buffer, first)
+                assert buffer.norm().item() == pytest.approx(1)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        "make",
+        [
+            torch.nn.BatchNorm1d,
+            torch.nn.SyncBatchNorm,
+            lambda n: torch.nn.InstanceNorm1d(n, track_running_stats=True),
+        ],
+        ids=["batch", "sync", "instance"],
+    )
+    def test_running_statistics_become_those_of_all_data(self, make, dtype):
+        """In equal parts: all data of three ranks have the mean variance plus the variance of their means."""
+        data = [
+            torch.randn(64, 5, generator=torch.Generator().manual_seed(r)).double() * (r + 1) + 9 * r
+            for r in range(3)
+        ]
+
+        def measure(module, rank):
+            module.running_mean.copy_(data[rank].mean(0))
+            module.running_var.copy_(data[rank].var(0, correction=0))
+
+        whole = torch.cat(data)
+        for module in self.exchanged(lambda: make(5).to(dtype), measure):
+            loose = {"rtol": 2e-2, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 0}
+            torch.testing.assert_close(module.running_mean.double(), whole.mean(0), **loose)
+            torch.testing.assert_close(module.running_var.double(), whole.var(0, correction=0), **loose)
+
+    def test_equal_variances_around_other_means_grow(self):
+        def measure(module, rank):
+            module.running_mean.fill_(rank)
+
+        for module in self.exchanged(lambda: torch.nn.BatchNorm1d(2), measure):
+            torch.testing.assert_close(module.running_var, torch.full((2,), 1 + 2 / 3))
+
+    def test_running_statistics_that_are_not_finite_are_named(self):
+        def spoil(module, rank):
+            module.running_var[rank % 2] = torch.nan if rank == 1 else 2.0
+
         with pytest.raises(
-            TypeError, match=r"the buffer '0\.x' .* has dtype float8_e4m3fn, which has no mean"
+            qcomp.NonFiniteError,
+            match=r"the buffer value of '1\.running_var' on rank 1 is not finite.* in step 1",
         ):
-            self.trained(lambda rank: {"x": torch.full((3,), float(rank)).to(torch.float8_e4m3fn)})
+            self.exchanged(lambda: torch.nn.BatchNorm1d(2), spoil)
+
+    @pytest.mark.parametrize("kind", ["MinMaxObserver", "PerChannelMinMaxObserver", "HistogramObserver"])
+    def test_observers_see_the_range_of_all_ranks(self, kind):
+        """A histogram belongs to its own range, so all of it becomes that of rank 0."""
+        observers = pytest.importorskip("torch.ao.quantization.observer")
+
+        def observe(module, rank):
+            module(torch.tensor([[-1.0 - rank, 2.0], [0.5, 3.0 - rank]]))
+
+        found = self.exchanged(getattr(observers, kind), observe)
+        for module in found:
+            for name, buffer in module.named_buffers():
+                assert torch.equal(buffer, dict(found[0].named_buffers())[name])
+            if kind == "HistogramObserver":
+                assert (module.min_val, module.max_val) == (-1, 3)
+                assert module.histogram.sum() == 4
+            elif kind == "MinMaxObserver":
+                assert (module.min_val, module.max_val) == (-3, 3)
+            else:
+                assert (module.min_val.tolist(), module.max_val.tolist()) == ([-3, 0.5], [2, 3])
+
+    def test_largest_magnitudes_of_8_bit_floats_are_those_of_all_ranks(self):
+        found = self.trained(lambda rank: {"fp8_amax_history_input": torch.tensor([1.0 + rank, 3.0 - rank])})
+        assert all(one["0.fp8_amax_history_input"].tolist() == [2.0, 3.0] for one in found)
+
+    def test_tied_ones_are_combined_once(self):
+        """Two modules have the same running mean, and a variance each."""
+
+        def tie():
+            pair = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+            pair[1].running_mean = pair[0].running_mean
+            return pair
+
+        def measure(module, rank):
+            module[0].running_mean.fill_(3 * rank)
+
+        for module in self.exchanged(tie, measure):
+            assert module[1].running_mean is module[0].running_mean
+            assert module[0].running_mean.tolist() == [3, 3]
+            for one in module:
+                assert one.running_var.tolist() == [7, 7]
+
+    def test_those_in_the_memory_of_a_parameter_move_with_it(self):
+        """The last fragment is exchanged in the second step, the weight only in the first."""
+
+        def rank_main(comm):
+            model = torch.nn.Linear(2, 2)
+            with torch.no_grad():
+                model.weight.zero_()
+                model.bias.zero_()
+            model.register_buffer("view", model.weight.detach()[0])
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            qcomp.torch.OuterLoop(model, optimizer, qcomp.OuterLoop(every=2, fragments=2), comm=comm)
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, -comm.rank)
+                optimizer.step()
+            return model.weight[0].tolist(), model.bias.tolist()
+
+        assert run_local(2, rank_main, timeout=20) == [([0.5, 0.5], [1, 1]), ([1.5, 1.5], [1, 1])]
+
+
+class TestBrokenBuffers:
+    """Other rules for buffers, which the tests above catch."""
+
+    @pytest.mark.parametrize(
+        ("attribute", "broken", "law", "options"),
+        [
+            ("_rule", lambda leaf, beside: "mean", "test_unit_vectors_stay_unit_vectors", {"new": True}),
+            ("_rule", lambda leaf, beside: "that of rank 0", "test_tied_ones_are_combined_once", {}),
+            (
+                "_rule",
+                lambda leaf, beside: "mean" if leaf.startswith("running") else "that of rank 0",
+                "test_equal_variances_around_other_means_grow",
+                {},
+            ),
+            (
+                "_EXTREMES",
+                {"least": torch.maximum, "greatest": torch.minimum},
+                "test_observers_see_the_range_of_all_ranks",
+                {"kind": "MinMaxObserver"},
+            ),
+        ],
+        ids=["means", "first", "mean variance", "smallest range"],
+    )
+    def test_are_detected(self, attribute, broken, law, options, monkeypatch):
+        getattr(TestBuffers(), law)(**options)
+        monkeypatch.setattr(f"qcomp.torch.buffers.{attribute}", broken)
+        with pytest.raises(AssertionError):
+            getattr(TestBuffers(), law)(**options)
 
 
 class TestStepsInsideSteps:

@@ -64,6 +64,7 @@ class Scaled(Compressor):
             random=inner.random,
             delta=self.factor * (1 - 2**-12),
             keeps_zero=inner.keeps_zero,
+            kept=inner.kept,
         )
 
     @cached_property

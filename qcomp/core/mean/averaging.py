@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
 from qcomp.core.compressor import Compressor
-from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.compressed_mean import CompressedMean, require_divisor
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.powersgd import PowerSGDMean, require_rank
 from qcomp.core.mean.tensorwise import TensorwiseMean
@@ -30,6 +30,8 @@ class Averaging:
     tensorwise : bool, default False
         Whether the mean cuts each tensor into chunks separately. The step is the same, with more and smaller messages.
         Needed to exchange some tensors while others are still being computed, as ``qcomp.integrations.ddp`` does.
+    divisor : {"ranks", "senders"}, default "ranks"
+        What the sum over the ranks is divided by, see `CompressedMean`.
 
     Examples
     --------
@@ -44,9 +46,11 @@ class Averaging:
     feedback: bool = True
     link: Link = ETHERNET
     tensorwise: bool = False
+    divisor: str = "ranks"
 
     def __post_init__(self) -> None:
         require_name(self.topology)
+        require_divisor(self.divisor, self.topology)
 
     def mean(self, compressor: Compressor) -> CompressedMean:
         """Return the mean of tensors that use this compressor.
@@ -57,7 +61,7 @@ class Averaging:
             Compresses what the ranks exchange, on workers and servers.
         """
         kind = TensorwiseMean if self.tensorwise else CompressedMean
-        return kind(compressor, self.topology, self.feedback, self.link)
+        return kind(compressor, self.topology, self.feedback, self.link, self.divisor)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class PowerSGD(Averaging):
     feedback: bool = field(default=True, init=False)
     link: Link = field(default=ETHERNET, init=False)
     tensorwise: bool = field(default=True, init=False)
+    divisor: Literal["ranks"] = field(default="ranks", init=False)
     rank: int = 1
     min_compression: float = 2.0
 

@@ -248,13 +248,21 @@ class Codec:
             )
         ]
 
-    def average(self, opened: Sequence[Opened], places: Sequence[Array] | None = None) -> list[Array]:
+    def average(
+        self, opened: Sequence[Opened], places: Sequence[Array] | None = None, *, divisor: str = "ranks"
+    ) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk, added in rank order; zero for means below 2^-126.
 
         With ``places``, buffers like all tensors, the means are written there; the returned list may then be empty.
+        ``divisor`` is as for `CompressedMean`.
         """
         kernels = self._kernels
         frame = opened[0].frame
+        if divisor == "senders":
+            return [
+                primitives.average_of_senders(*of_segment, out=_part(places, segment))
+                for of_segment, segment in zip(self._by_segment(opened), frame.chunk, strict=True)
+            ]
         if places is not None and kernels is not None:
             messages = [one.message for one in opened]
             if kernels.average_frame(frame, messages, places):

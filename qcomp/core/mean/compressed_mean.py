@@ -59,6 +59,7 @@ __all__ = [
     "MeanState",
     "Terms",
     "of_one_tensor",
+    "require_divisor",
     "shaped_like",
     "unless_refused",
 ]
@@ -115,6 +116,11 @@ class CompressedMean:
     link : Link
         The link between nodes, for ``"auto"``; by default 10 Gbit/s and 50 microseconds per message. See
         `qcomp.planning.Link`.
+    divisor : {"ranks", "senders"}, default "ranks"
+        What the sum over the ranks is divided by at each element: their number, or with ``"senders"`` the number of
+        those whose payload has an element other than 0 there. Both are the same for compressors that drop no elements.
+        With those that do, such as `TopK`, an element that one rank sends moves by all of it. The sum identity does not
+        hold then. Needs the topology ``"all_gather"``.
 
     Notes
     -----
@@ -157,6 +163,7 @@ class CompressedMean:
     topology: str = "two_phase"
     feedback: bool = True
     link: Link = ETHERNET
+    divisor: str = "ranks"
 
     def __post_init__(self) -> None:
         if isinstance(self.compressor, list):
@@ -166,6 +173,7 @@ class CompressedMean:
         for compressor in self.compressors:
             require_compressor("compressor", compressor)
         require_name(self.topology)
+        require_divisor(self.divisor, self.topology)
         if self.feedback:
             for compressor in self.compressors:
                 feedback.require_contraction(compressor)
@@ -261,6 +269,7 @@ class CompressedMean:
             "topology": self.topology,
             "link": str(self.link),
             "feedback": self.feedback,
+            "divisor": self.divisor,
             "shapes": [list(t.shape) for t in tensors],
             "dtypes": [compute_dtype_name(dtype_name(t.dtype)) for t in tensors],
         }
@@ -507,6 +516,7 @@ class CompressedMean:
             blends=blends,
             overwrite=terms.overwrite and not donate,
             whiteners=terms.whiteners,
+            divisor=self.divisor,
         )
         join: Callable[[Sequence[Averaged]], Averaged] = _only
         if sends_nothing:
@@ -544,6 +554,17 @@ class CompressedMean:
             )
         if terms.blends and len(terms.blends) != count:
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {count} arrays")
+
+
+def require_divisor(divisor: str, topology: str) -> None:
+    """Raise ValueError unless a divisor is known, and fits the topology."""
+    if divisor not in ("ranks", "senders"):
+        raise ValueError(f"divisor is {divisor!r}; expected 'ranks' or 'senders'")
+    if divisor == "senders" and topology != "all_gather":
+        raise ValueError(
+            f"divisor is 'senders' with topology={topology!r}; expected topology='all_gather', in which every rank "
+            "sees what each has sent"
+        )
 
 
 def _only(results: Sequence[Averaged]) -> Averaged:

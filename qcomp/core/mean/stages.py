@@ -38,7 +38,7 @@ __all__ = [
 Result = TypeVar("Result")
 
 _DIFFERENT = "the ranks exchange for different optimizers or steps"
-_DO_THE_SAME = (
+_SAME_STEPS = (
     "all ranks must make the same steps of the same optimizers in the same order, and continue from states of the same "
     "step; an optimizer in a thread of its own needs a communicator of its own"
 )
@@ -67,6 +67,8 @@ class Owner(NamedTuple):
     """A digest of their names and shapes."""
     doing: str
     """What it does, such as "step 5 (warmup)"."""
+    advice: str = _SAME_STEPS
+    """What an error says to do about ranks that do something else."""
 
     @property
     def digest(self) -> int:
@@ -229,7 +231,8 @@ def _with_digest(request: Exchange, owner: Owner, comm: Transport) -> Sequence[A
     ]
     others = [rank for rank, (_, digest) in enumerate(parts) if host_bytes(digest) != own]
     if others:
-        raise MismatchError(other_owners({comm.rank: told(owner)} | dict.fromkeys(others, "something else")))
+        texts = {comm.rank: told(owner)} | dict.fromkeys(others, "something else")
+        raise MismatchError(other_owners(texts, owner))
     return [buffer for buffer, _ in parts]
 
 
@@ -238,13 +241,14 @@ def told(owner: Owner | None) -> str:
     return "no optimizer" if owner is None else str(owner)
 
 
-def other_owners(texts: "Mapping[int, str]") -> str:
-    """Return the error's text if ranks exchange for different owners, from what each rank has `told`."""
+def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at the same time") -> str:
+    """Return the error's text if ranks exchange for different owners, from what each has `told`, and this rank's."""
     ranks_of = defaultdict(list)
     for rank, owner in sorted(texts.items()):
         ranks_of[owner].append(rank)
     named = "; ".join(f"{name_ranks(ranks)}: {owner}" for owner, ranks in ranks_of.items())
-    return f"{_DIFFERENT} at the same time ({named}): {_DO_THE_SAME}"
+    advice = _SAME_STEPS if own is None else own.advice
+    return f"{_DIFFERENT} {how} ({named}): {advice}"
 
 
 def communicator_error(text: str) -> CommunicatorError:

@@ -60,15 +60,22 @@ class OuterLoop(OuterSettings):
         stays exact, see `ByName`. None, the default, uses ``compressor`` for all.
     decay : float, default 1
         Factor of the residuals before feedback adds them, from 0 to 1. 1 keeps everything that compression lost.
+    scale : float, default 1
+        Factor of the outer gradients of compressed tensors before they are added to the residuals, above 0. The code of
+        MuLoCo and of SparseLoCo multiplies them by the outer learning rate here, and once more in the outer optimizer.
     fragments : int, default 1
         Number of groups of whole tensors, balanced by size. Each is exchanged once in ``every`` steps, in equal turns.
         At most ``every``, and at most the number of tensors.
     delay : int, default 0
         Steps from sending a fragment to applying the result, below ``every``. The result is the same however long the
         bytes travel. With an `Overlapped` they travel during these steps.
+    turn : {"send", "apply"}, default "send"
+        What happens in a fragment's turn. With ``"send"`` it is sent, as in the paper, and its result is applied
+        ``delay`` steps later. With ``"apply"`` its result is applied, as in torchft, and it is sent ``delay`` steps
+        earlier; ``delay`` is then below every // fragments.
     mixing : float, default 0
-        Weight of a rank's own parameters when a result is applied, from 0 to below 1: x_i' = mixing x_i + (1 - mixing)
-        x', where x' are the shared parameters.
+        Weight of a rank's own parameters when a result is applied, from 0 to 1: x_i' = mixing x_i + (1 - mixing) x',
+        where x' are the shared parameters. With 1 a rank keeps its own, and only the shared parameters move.
     warmup : int, default 0
         Number of first steps in which gradients are averaged exactly, see `average`, before the first outer round.
     seed : int, default 0
@@ -76,10 +83,10 @@ class OuterLoop(OuterSettings):
 
     Notes
     -----
-    With the shared parameters x, and x_i after the inner steps of rank i: d_i = x - x_i, p_i = decay e_i + d_i,
+    With the shared parameters x, and x_i after the inner steps of rank i: d_i = x - x_i, p_i = decay e_i + scale d_i,
     e_i' = p_i - C(p_i), D = mean_i C(p_i), x' = outer(x, D). In two phases the server compresses the mean again, with a
-    residual of its own, which decays too. With decay 1 the D of all rounds add up to the means of the d_i, minus
-    mean_i e_i + e_s at the end.
+    residual of its own, which decays too. With decay 1 the D of all rounds add up to the means of the scale d_i, minus
+    mean_i e_i + e_s at the end. For exact tensors D = mean_i d_i.
 
     A rank sends once in ``every`` steps 2 (N - 1) / N times the payload of the model in two phases, (N - 1) times by
     all-gather, and for each fragment 8 bytes to every rank; in the first round 4 bytes more. A step of the warm-up
@@ -301,7 +308,7 @@ class OuterLoop(OuterSettings):
             if compares:
                 yield from self._compare(after)
             tensors, after = self._land(fragment, means, tensors, after)
-        departing = due(after.step - self.warmup, self.every, self.fragments)
+        departing = self._departing(after)
         if departing is not None:
             after = self._depart(departing, tensors, after)
             if not self.delay:
@@ -354,7 +361,7 @@ class OuterLoop(OuterSettings):
         """
         if state.stage == WARMUP:
             return state.step + 1 >= self.warmup
-        departs = due(state.step + 1 - self.warmup, self.every, self.fragments) is not None
+        departs = self._departing(state._replace(step=state.step + 1)) is not None
         return bool(self.landing(state)) or (departs and not self.delay)
 
     def members(self, state: OptimizerState, fragment: int) -> tuple[int, ...]:
@@ -412,6 +419,11 @@ class OuterLoop(OuterSettings):
             rescaled = self.mean_of(part).rescaled(part.exchange, self.decay)
             part = part._replace(exchange=rescaled)
         values = part.arrays[SENT]
+        if self.scale != 1:
+            values = tuple(
+                x if exact else primitives.scale(x, self.scale)
+                for x, exact in zip(values, part.exact, strict=True)
+            )
         step = under_way(state.stage)[fragment]
         key = Key(seed=self.seed, step=step, tensor=state.stream, rank=state.rank)
         average = self.compression.average(values, part, key)
@@ -577,6 +589,11 @@ class OuterLoop(OuterSettings):
             ) from error
         anchor = tuple(copy(to_compute_dtype(p)) for p in tensors)
         return state._replace(stage=LOCAL, arrays={**state.arrays, ANCHOR: anchor})
+
+    def _departing(self, state: OptimizerState) -> int | None:
+        """Return the fragment that is sent after the last step of a state, or None."""
+        ahead = self.delay if self.turn == "apply" else 0
+        return due(state.step - self.warmup + ahead, self.every, self.fragments)
 
     def _depart(self, fragment: int, tensors: Sequence[Array], state: OptimizerState) -> OptimizerState:
         """Return the state in which the outer gradients of a fragment are under way."""

@@ -89,7 +89,8 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
     source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
     ``QSGD(levels=7, bucket_size=128)`` replaces them: it also has 4 bits, and is unbiased. Sends in ``every`` steps 2
-    (N - 1) / N * 4.25 bits per element. Source: Douillard et al., arXiv 2501.18512.
+    (N - 1) / N * 4.25 bits per element. A fragment is sent in its turn; in torchft its result is applied then, which is
+    ``turn="apply"``. Source: Douillard et al., arXiv 2501.18512.
 
     Examples
     --------
@@ -126,21 +127,27 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is AdamW. The outer learning rate is 1 (published are 0.4 to 1), without momentum; residuals
-    decay by 0.95. Buckets are runs of 4,096 elements; in the source they are 64 x 64 blocks of a matrix. The topology
-    is all-gather, so that nothing is compressed twice. Sends in an outer round about (N - 1) * 0.15 bits per element.
-    Source: Sarfi et al., arXiv 2508.15706.
+    decay by 0.95. Each element is divided by the number of ranks that sent it, as in the authors' code. Division by
+    all ranks moves the parameters less far, about 1 / N as far if no two ranks send the same element:
+    ``averaging=qcomp.Averaging(topology="all_gather")``. That code also multiplies the outer gradients by the outer
+    learning rate before feedback, and their mean once more: with a rate other than 1, pass the rate as ``scale`` too.
+
+    Buckets are runs of 4,096 elements, and the two bits of a value a sign and one of two levels of its bucket. In the
+    source buckets are 64 x 64 blocks of a matrix, with four levels for a whole tensor. The topology is all-gather, so
+    that nothing is compressed twice. Sends in an outer round about (N - 1) * 0.15 bits per element. Source: Sarfi et
+    al., arXiv 2508.15706, and its code in templar.
 
     Examples
     --------
     >>> import qcomp
-    >>> qcomp.outer.sparse_loco(15).decay
-    0.95
+    >>> qcomp.outer.sparse_loco(15).averaging.divisor
+    'senders'
     """
     settings: dict[str, Any] = {
         "every": every,
         "outer": SGD(learning_rate=1.0),
         "compressor": TopK(k=64, bucket_size=4096, value_bits=2),
-        "averaging": Averaging(topology="all_gather"),
+        "averaging": Averaging(topology="all_gather", divisor="senders"),
         "decay": 0.95,
     }
     return OuterLoop(**{**settings, **changes})
@@ -163,21 +170,26 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9;
-    residuals decay by 0.9. The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 bits with its scales,
-    and loses about as much as a good quantizer of 2 bits. Sends in an outer round 2 (N - 1) / N * 4 bits per element.
-    Source: Therien et al., arXiv 2505.23725.
+    residuals decay by 0.9. The authors' code multiplies what it compresses by this rate before feedback, and the mean
+    once more. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. The formula of the paper has the
+    rate once: ``scale=1``.
+
+    The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 bits with its scales, and loses about as much
+    as a good quantizer of 2 bits. Sends in an outer round 2 (N - 1) / N * 4 bits per element. Source: Therien et al.,
+    arXiv 2505.23725, and its code.
 
     Examples
     --------
     >>> import qcomp
-    >>> qcomp.outer.muloco().every
-    30
+    >>> qcomp.outer.muloco().scale
+    0.8
     """
     settings: dict[str, Any] = {
         "every": every,
         "outer": _nesterov(0.8),
         "compressor": QSGD(levels=3, bucket_size=32),
         "decay": 0.9,
+        "scale": 0.8,
     }
     return OuterLoop(**{**settings, **changes})
 

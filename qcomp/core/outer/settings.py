@@ -43,8 +43,10 @@ class OuterSettings(TakesAveraging):
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     decay: float = 1.0
+    scale: float = 1.0
     fragments: int = 1
     delay: int = 0
+    turn: str = "send"
     mixing: float = 0.0
     warmup: int = 0
     seed: int = 0
@@ -72,15 +74,28 @@ class OuterSettings(TakesAveraging):
                 raise ValueError(f"{name} is {value!r}; expected {range_}")
         if self.delay >= self.every:
             raise ValueError(f"delay is {self.delay}; expected less than every, which is {self.every}")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay is {self.decay!r}; expected a number from 0 to 1")
-        if self.decay != 1 and not self.averaging.feedback:
+        if self.turn not in ("send", "apply"):
+            raise ValueError(f"turn is {self.turn!r}; expected 'send' or 'apply'")
+        if self.turn == "apply" and self.delay >= self.every // self.fragments:
             raise ValueError(
-                f"decay is {self.decay!r} with feedback=False; expected 1: there are no residuals"
+                f"delay is {self.delay} with turn='apply'; expected less than every // fragments = "
+                f"{self.every // self.fragments}, so that a fragment is sent after the turn of the one before"
             )
-        if not 0 <= self.mixing < 1:
-            raise ValueError(f"mixing is {self.mixing!r}; expected a number from 0 to below 1")
+        self._require_factors()
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
+
+    def _require_factors(self) -> None:
+        """Raise ValueError unless all factors are in their ranges, and 1 where there is nothing to multiply."""
+        for name in ("decay", "mixing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a number from 0 to 1")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale is {self.scale!r}; expected a finite number above 0")
+        for name in ("decay", "scale"):
+            if getattr(self, name) != 1 and not self.averaging.feedback:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with feedback=False; expected 1: there are no residuals"
+                )
 
     @cached_property
     def compression(self) -> Compression:

@@ -274,4 +274,4 @@ def _averaging(mean: CompressedMean) -> Averaging:
     """Return the settings from which a mean is made."""
     if isinstance(mean, PowerSGDMean):
         return PowerSGD(rank=mean.rank, min_compression=mean.min_compression)
-    return Averaging(mean.topology, mean.feedback, mean.link)
+    return Averaging(mean.topology, mean.feedback, mean.link, divisor=mean.divisor)

@@ -21,6 +21,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.ft.replica import Replica
 from qcomp.torch.outer import Trained
+from qcomp.torch.positions import Place
 
 __all__ = ["ElasticOuterLoop"]
 
@@ -186,7 +187,7 @@ class ElasticOuterLoop(Replica):
                 if not done:
                     self._go_back()
             return done
-        self._inner_steps()
+        self._inner_steps(before)
         moved = held.moved(self._trained.values())
         if not self._loop.exchanges(before):
             assert self._comm is not None
@@ -210,7 +211,7 @@ class ElasticOuterLoop(Replica):
 
     def _warmup_stages(self, _: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
         yield from self._trained.average_stages(self._loop, state, self._trained.optimizers)
-        self._inner_steps()
+        self._inner_steps(state)
         return (yield from self._loop_stages(self._trained.values(), state))
 
     def _loop_stages(self, params: Any, state: OptimizerState) -> Stages[tuple[Any, OptimizerState]]:
@@ -218,14 +219,14 @@ class ElasticOuterLoop(Replica):
         yield from self._trained.buffer_stages(self._loop, state, after)
         return params, after
 
-    def _inner_steps(self) -> None:
+    def _inner_steps(self, before: OptimizerState) -> None:
         self._is_stepping = True
         try:
             for one in self._trained.optimizers:
                 one.step()
         finally:
             self._is_stepping = False
-        self._trained.warn_if_unused()
+        self._trained.look(self._loop, before)
 
     def _elastic(self) -> elastic.Elastic:
         return elastic.Elastic(self._loop, every=self._every)
@@ -245,10 +246,10 @@ class ElasticOuterLoop(Replica):
 
     def _now(self) -> _Kept:
         trained = self._trained
-        return _Kept(
-            [copy.deepcopy(one.state_dict()) for one in trained.optimizers],
-            [buffer.clone() for buffer in trained.buffers],
-        )
+        positions = trained.positions
+        with positions.relative(trained.tensors):  # another replica may continue from other parameters
+            states = [copy.deepcopy(one.state_dict()) for one in trained.optimizers]
+        return _Kept(states, [buffer.clone() for buffer in trained.buffers], sorted(positions.known, key=str))
 
     def _go_back(self) -> None:
         """Undo what an exchange that failed has done to the model and the inner optimizers."""
@@ -260,6 +261,7 @@ class ElasticOuterLoop(Replica):
     def _restore(self, kept: _Kept) -> None:
         for one, state in zip(self._trained.optimizers, kept.optimizers, strict=True):
             one.load_state_dict(copy.deepcopy(state))
+        self._trained.positions.place(self._trained.tensors, kept.positions)
         for buffer, value in zip(self._trained.buffers, kept.buffers, strict=True):
             buffer.copy_(value)
 
@@ -286,8 +288,10 @@ class _Kept(NamedTuple):
     """The part of a snapshot that is not exchanged."""
 
     optimizers: list[dict[str, Any]]
-    """The states of the inner optimizers."""
+    """The states of the inner optimizers, with positions relative to parameters."""
     buffers: list[torch.Tensor]
+    positions: list[Place]
+    """Which entries these are."""
 
 
 def _written(kept: _Kept) -> torch.Tensor:

@@ -50,9 +50,9 @@ class AllGather(Topology):
         unread = verdicts.require_accepted(worker.error)
         places = call.places
         if places is not None:
-            codec.average(opened, places)
+            codec.average(opened, places, divisor=call.divisor)
             return Averaged(places, worker.residuals, ())
-        means = assemble(layout.chunks, [codec.average(opened)], call.values)
+        means = assemble(layout.chunks, [codec.average(opened, divisor=call.divisor)], call.values)
         return Averaged(means, worker.residuals, (), unread)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:

@@ -51,6 +51,8 @@ class Call(NamedTuple):
     into: Into = Into()
     whiteners: Sequence[Array] = ()
     """The whitener of each tensor: workers of an `OwnedMean` send the product with it; empty without whitening."""
+    divisor: str = "ranks"
+    """What sums over the ranks are divided by; see `CompressedMean`."""
 
     @property
     def places(self) -> list[Array] | None:
