@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from qcomp.core.errors import CommunicatorError, MismatchError, PayloadError
@@ -25,6 +25,7 @@ __all__ = [
     "Transport",
     "announce_lengths",
     "answer",
+    "begun",
     "communicator_error",
     "drive",
     "fuse",
@@ -200,39 +201,64 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 
 def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
     """Return what arrives in an exchange over a communicator, whose owner all ranks compare."""
-    if request.owner is not None and not getattr(comm, "compares_owners", False):
-        return _with_digest(request, request.owner, comm)
-    start = getattr(comm, "start", None) if request.later else None
-    if start is not None:
-        return Arriving(start(request))
-    run = getattr(comm, "run", None)
-    if run is not None:
-        buffers: list[Array] = run(request)
-        return buffers
-    if isinstance(request, AllToAll):
-        return comm.all_to_all(request.send, request.receive)
-    return comm.all_gather(request.send, request.receive)
+    if request.later and hasattr(comm, "start"):
+        return begun(request, comm)
+    sent = request if _compares(request, comm) else _with_digests(request)
+    arrived: Sequence[Array]
+    if hasattr(comm, "run"):
+        arrived = comm.run(sent)
+    elif isinstance(sent, AllToAll):
+        arrived = comm.all_to_all(sent.send, sent.receive)
+    else:
+        arrived = comm.all_gather(sent.send, sent.receive)
+    return arrived if sent is request else _without_digests(arrived, request, comm.rank)
 
 
-def _with_digest(request: Exchange, owner: Owner, comm: Transport) -> Sequence[Array]:
-    """Exchange over a communicator that does not compare owners: every message ends with a digest of its owner."""
-    sizes = [joined_size([size, _DIGEST_BYTES]) for size in request.receive]
-    own = owner.digest.to_bytes(_DIGEST_BYTES, "little")
+def begun(request: Exchange, comm: Any) -> Arriving:
+    """Start an exchange over a communicator that has ``start``, and whose owner all ranks compare."""
+    if _compares(request, comm):
+        return Arriving(comm.start(request))
+    return Arriving(_Compared(comm.start(_with_digests(request)), request, comm.rank))
+
+
+class _Compared(NamedTuple):
+    """A started exchange whose messages end with digests."""
+
+    pending: _Pending
+    request: Exchange
+    rank: int
+
+    def wait(self) -> list[Array]:
+        return _without_digests(self.pending.wait(), self.request, self.rank)
+
+
+def _compares(request: Exchange, comm: Transport) -> bool:
+    """Return whether a communicator compares the owner of an exchange, if it has one."""
+    return request.owner is None or getattr(comm, "compares_owners", False)
+
+
+def _with_digests(request: Exchange) -> Exchange:
+    """Return the exchange of messages that end with a digest of their owner."""
+    assert request.owner is not None
+    own = request.owner.digest.to_bytes(_DIGEST_BYTES, "little")
+    receive = tuple(joined_size([size, _DIGEST_BYTES]) for size in request.receive)
 
     def sealed(buffer: Array) -> Array:
         return join([buffer, from_host_bytes(own, buffer)])
 
     if isinstance(request, AllToAll):
-        arrived = comm.all_to_all([sealed(buffer) for buffer in request.send], sizes)
-    else:
-        arrived = comm.all_gather(sealed(request.send), sizes)
-    parts = [
-        split(message, [size, _DIGEST_BYTES]) for message, size in zip(arrived, request.receive, strict=True)
-    ]
-    others = [rank for rank, (_, digest) in enumerate(parts) if host_bytes(digest) != own]
+        return request._replace(send=tuple(map(sealed, request.send)), receive=receive)
+    return request._replace(send=sealed(request.send), receive=receive)
+
+
+def _without_digests(arrived: Sequence[Array], request: Exchange, rank: int) -> list[Array]:
+    """Return the messages that have arrived; raise if one is of another owner."""
+    parts = [split(x, [size, _DIGEST_BYTES]) for x, size in zip(arrived, request.receive, strict=True)]
+    digests = [host_bytes(digest) for _, digest in parts]
+    others = [peer for peer, digest in enumerate(digests) if digest != digests[rank]]
     if others:
-        texts = {comm.rank: told(owner)} | dict.fromkeys(others, "something else")
-        raise MismatchError(other_owners(texts, owner))
+        texts = {rank: told(request.owner)} | dict.fromkeys(others, "something else")
+        raise MismatchError(other_owners(texts, request.owner))
     return [buffer for buffer, _ in parts]
 
 
