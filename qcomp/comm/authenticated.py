@@ -13,7 +13,7 @@ import numpy as np
 from qcomp.comm.buffers import from_host, stage_exchange, to_host
 from qcomp.comm.verbs import Completed, Pending, Verbs
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import AllGather, AllToAll
+from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Owner, answer
 from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
@@ -109,29 +109,29 @@ class AuthenticatedCommunicator(Verbs):
         """Bytes that this rank has handed to other ranks so far, tags included."""
         return self._comm.bytes_sent
 
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        messages, sizes = self._seal(verb, send, receive)
-        if verb == "all_gather":
-            received = self._comm.all_gather(messages[0], sizes)
-        else:
-            received = self._comm.all_to_all(messages, sizes)
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
+        received = list(answer(self._sealed(verb, send, receive, owner), self._comm))
         return self._started(verb, Completed(received), send).wait()
 
-    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
+    def _start(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> Pending:
         start = getattr(self._comm, "start", None)
         if start is None:
-            return Completed(self._exchange(verb, send, receive))
-        messages, sizes = self._seal(verb, send, receive)
-        if verb == "all_gather":
-            pending = start(AllGather(messages[0], tuple(sizes)))
-        else:
-            pending = start(AllToAll(tuple(messages), tuple(sizes)))
-        return self._started(verb, pending, send)
+            return Completed(self._exchange(verb, send, receive, owner))
+        return self._started(verb, start(self._sealed(verb, send, receive, owner)), send)
 
-    def _seal(
-        self, verb: str, send: Sequence[Array], receive: Sequence[int]
-    ) -> tuple[list[HostBuffer], list[int]]:
-        """Return the messages with their tags, and the sizes with tags included."""
+    @property
+    def compares_owners(self) -> bool:
+        """Whether the communicator that carries the messages does."""
+        return getattr(self._comm, "compares_owners", False)
+
+    def _sealed(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None
+    ) -> Exchange:
+        """Return the exchange of the messages with their tags."""
         contents, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
         self._require_open(verb)
 
@@ -139,9 +139,10 @@ class AuthenticatedCommunicator(Verbs):
             tag = self._tag(verb, self._number, self.rank, peer, contents[peer])
             return np.concatenate([contents[peer], np.frombuffer(tag, dtype=np.uint8)])
 
-        to_all = verb == "all_gather"
-        messages = [sealed(0)] * self.size if to_all else [sealed(peer) for peer in range(self.size)]
-        return messages, [n + _TAG_BYTES for n in sizes]
+        with_tags = tuple(n + _TAG_BYTES for n in sizes)
+        if verb == "all_gather":
+            return AllGather(sealed(0), with_tags, owner=owner)
+        return AllToAll(tuple(sealed(peer) for peer in range(self.size)), with_tags, owner=owner)
 
     def _started(self, verb: str, pending: Pending, send: Sequence[Array]) -> _Sealed:
         """Return the exchange just started; only a successful start uses up a number."""

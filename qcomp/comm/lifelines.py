@@ -18,9 +18,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import NamedTuple
 
+from qcomp.comm.deadlocks import Station
+from qcomp.core.mean.stages import Owner
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["SILENCE", "Lifelines", "lifelines"]
@@ -33,7 +35,7 @@ Share = Callable[[bytes], list[bytes]]
 
 _MESSAGE = struct.Struct("<cQH")
 """Kind, the first exchange that the sender will not complete, bytes of the reason that follows."""
-_BEAT, _FINISHED, _FAILED = b".", b"f", b"x"
+_BEAT, _FINISHED, _FAILED, _WAITING = b".", b"f", b"x", b"w"
 _HELLO = struct.Struct("<16sI")
 """The token of the rank that accepts, and the rank that connects."""
 _LONGEST_REASON = 1000
@@ -47,6 +49,7 @@ _PATIENCE_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 _ALL_EXCHANGES = 0
+_NO_RANK = -1
 _ENDED = "has finished, died or given up: its connection is closed"
 
 
@@ -69,6 +72,10 @@ class Lifelines:
         By rank.
     silence : float
         Seconds without a sign of life after which a rank counts as lost.
+    name : str, optional
+        The name of the communicator, the same on all ranks and in no other communicator.
+    rank : int, optional
+        This rank.
 
     Attributes
     ----------
@@ -76,11 +83,14 @@ class Lifelines:
         Notified when a rank is lost.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket], *, silence: float) -> None:
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], *, silence: float, name: str = "", rank: int = 0
+    ) -> None:
         self.changed = threading.Condition()
+        self._station = Station(name, rank, self._refuse)
+        self._begun = 0
         self._sockets = dict(sockets)
         self._silence = silence
-        self._begun = 0
         self._incomplete: set[int] = set()
         self._lost: dict[int, _Loss] = {}
         self._dead: set[int] = set()
@@ -104,10 +114,18 @@ class Lifelines:
 
     def begin(self) -> int:
         """Return the number of a new exchange; all ranks begin theirs in the same order."""
-        number = self._begun
-        self._begun += 1
+        number = self._station.begin()
+        self._begun = number + 1
         self._incomplete.add(number)
         return number
+
+    def waiting(self, exchange: int, owner: Owner | None) -> AbstractContextManager[None]:
+        """Let others know if this thread waits for long in an exchange; see `qcomp.comm.deadlocks`."""
+        return self._station.waiting(exchange, owner)
+
+    def _refuse(self, exchange: int, reason: str) -> None:
+        """Let an exchange fail in which this rank waits in vain."""
+        self._lose(_NO_RANK, _Loss(exchange, reason, dead=False))
 
     def complete(self, exchange: int) -> None:
         """Take note that this rank has sent and received all of an exchange."""
@@ -141,6 +159,7 @@ class Lifelines:
     def finish(self) -> None:
         """Tell the others that this rank ends, and close the connections."""
         self._send(_FINISHED)
+        self._station.close()
         if self._thread.ident is not None:
             self._waker.close()
         with self._sending:
@@ -180,7 +199,8 @@ class Lifelines:
     def _turn(self) -> bool:
         """Wait a little, read what has arrived, and send a sign of life when due; return whether to go on."""
         pause = self._silence / _BEATS
-        soonest = min([self._spoke + pause, *(due for due, _, _ in self._expected)])
+        next_tell = self._turned + self._station.pause()
+        soonest = min([next_tell, self._spoke + pause, *(due for due, _, _ in self._expected)])
         events = self._selector.select(max(0.0, soonest - time.monotonic()))
         now = time.monotonic()
         if now - self._turned > 2 * pause:
@@ -194,6 +214,9 @@ class Lifelines:
         if now >= self._spoke + pause:
             self._spoke = now
             self._send(_BEAT)
+        for text in self._station.tell():
+            self._send(_WAITING, text)
+        self._station.judge()
         while self._expected and now >= self._expected[0][0]:
             _, peer, loss = self._expected[0]
             self._lose(peer, loss)
@@ -228,8 +251,10 @@ class Lifelines:
             if len(text) < end:
                 return
             self._unread[peer] = text[end:]
-            if kind == _FAILED:
-                why = text[_MESSAGE.size : end].decode(errors="replace")
+            why = text[_MESSAGE.size : end].decode(errors="replace")
+            if kind == _WAITING:
+                self._station.hear(peer, why)
+            elif kind == _FAILED:
                 self._expect(peer, _Loss(first, f"rank {peer} failed: {why}", dead=False), now)
             elif kind == _FINISHED:
                 self._expect(peer, _Loss(first, f"rank {peer} {_ENDED}", dead=False), now)
@@ -330,7 +355,7 @@ def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifeline
         )
     for connection in found.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Lifelines(found, silence=silence)
+    return Lifelines(found, silence=silence, name=lines[0][0], rank=rank)
 
 
 def _listener(backlog: int) -> socket.socket:

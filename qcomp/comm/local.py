@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.verbs import Verbs
-from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Owner, communicator_error, other_owners, told
 from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
@@ -60,10 +60,12 @@ class LocalCommunicator(Verbs):
     def __repr__(self) -> str:
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
         # One copy per receiver, so that no rank can change another's data.
-        call = _Call(verb, [buffer.copy() for buffer in buffers], sizes)
+        call = _Call(verb, [buffer.copy() for buffer in buffers], sizes, owner)
         self.bytes_sent += sum(buffer.size for peer, buffer in enumerate(buffers) if peer != self.rank)
         received = self._world.exchange(self.rank, call)
         return [from_host(buffer, like=like) for buffer, like in zip(received, send, strict=True)]
@@ -153,11 +155,14 @@ class _Call:
     verb: str
     outgoing: list[HostBuffer]
     receive: list[int]
+    owner: Owner | None
 
 
 def _disagreement(one: tuple[int, _Call], other: tuple[int, _Call]) -> str | None:
     """Describe a contradiction between the calls of two ranks, if there is one."""
     (rank, call), (peer, peer_call) = sorted((one, other), key=lambda pair: pair[0])
+    if call.owner != peer_call.owner:
+        return other_owners({rank: told(call.owner), peer: told(peer_call.owner)}, call.owner)
     if call.verb != peer_call.verb:
         return f"rank {rank} called {call.verb} where rank {peer} called {peer_call.verb}"
     for sender, sent, receiver, announced in (
@@ -188,13 +193,13 @@ class _World:
         """Add one rank's call, wait for all others, and return what was sent to this rank."""
         with self._changed:
             if self._closed is not None:
-                raise CommunicatorError(f"{call.verb}: this communicator is closed: {self._closed}")
+                raise communicator_error(f"{call.verb}: this communicator is closed: {self._closed}")
             calls = self._calls
             for earlier in calls.items():
                 problem = _disagreement(earlier, (rank, call))
                 if problem is not None:
                     self._close(problem)
-                    raise CommunicatorError(problem)
+                    raise communicator_error(problem)
             calls[rank] = call
             if len(calls) == self.size:
                 self._calls = {}  # for the next exchange; waiting ranks hold this one's
@@ -208,7 +213,7 @@ class _World:
             if len(calls) < self.size:
                 if self._closed is None:
                     self._close(self._why_incomplete(call.verb, calls, in_time=in_time))
-                raise CommunicatorError(self._closed)
+                raise communicator_error(str(self._closed))
             return [calls[sender].outgoing[rank] for sender in range(self.size)]
 
     def _why_incomplete(self, verb: str, calls: dict[int, _Call], *, in_time: bool) -> str:

@@ -17,6 +17,7 @@ from qcomp.comm.mpi_exchange import MPIExchange, poll
 from qcomp.comm.mpi_library import MPI
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Owner, communicator_error
 
 __all__ = ["MPICommunicator"]
 
@@ -134,14 +135,18 @@ class MPICommunicator(Verbs):
     def __repr__(self) -> str:
         return f"MPICommunicator(rank={self.rank}, size={self.size})"
 
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        return self._start(verb, send, receive).wait()
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
+        return self._start(verb, send, receive, owner).wait()
 
-    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
+    def _start(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> Pending:
         staging = stage if self.cuda_aware else to_host
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=staging)
         self._require_open(verb)
-        exchange = MPIExchange(self, verb, send, buffers, sizes)
+        exchange = MPIExchange(self, verb, send, buffers, sizes, owner=owner)
         self._under_way.append(exchange)
         with self._closing_on_failure(verb):
             exchange.post(self._comm)
@@ -169,7 +174,7 @@ class MPICommunicator(Verbs):
         def flowing() -> bool:
             return any(other.is_flowing for other in self._under_way)
 
-        with self._closing_on_failure(verb):
+        with self._closing_on_failure(verb), self._lifelines.waiting(exchange.number, exchange.owner):
             if not (exchange.is_complete or poll(done, self.timeout, flowing=flowing)):
                 raise CommunicatorError(f"{verb}: waited {self.timeout:g} s: {exchange.whats_missing()}")
 
@@ -192,7 +197,7 @@ class MPICommunicator(Verbs):
             yield
         except CommunicatorError as error:
             self._close(str(error))
-            raise
+            raise communicator_error(str(error)) from error
         except MPI.Exception as error:
             self._close(f"{verb}: MPI failed: {error}")
             raise CommunicatorError(self._closed) from error

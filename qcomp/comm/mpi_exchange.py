@@ -10,18 +10,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from qcomp.comm.cuda_buffers import copy_of, empty, finish_queued, to_library
-from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG
+from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG, OWNER_TAG, send_all
 from qcomp.comm.mpi_library import MPI
-from qcomp.core.errors import CommunicatorError
+from qcomp.core.errors import CommunicatorError, MismatchError
+from qcomp.core.mean.stages import Owner, other_owners, told
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["MPIExchange", "poll"]
 
 Array = Any
 
-# A message's tag names its verb, so that a rank at another place in the program is detected.
+# A message's tag has its verb in the lowest bits and a part of the owner's digest in the others, so that a rank at
+# another place in the program is detected.
+_VERB_TAGS = 8
 _TAGS = {"all_to_all": 1, "all_gather": 2}
 _VERBS = {tag: verb for verb, tag in _TAGS.items()}
+_OWNER_SECONDS = 2.0
+"""How long a rank waits for the others to tell their owners, once these differ."""
 
 _SPIN_SECONDS = 100e-6
 _LONGEST_PAUSE = 1e-3
@@ -62,6 +67,8 @@ class MPIExchange:
         The same buffers in memory that MPI can read.
     sizes : sequence of int
         The bytes that each rank sends here.
+    owner : Owner or None
+        Whose exchange it is.
     """
 
     def __init__(
@@ -71,8 +78,12 @@ class MPIExchange:
         like: Sequence[Array],
         buffers: list[Array],
         sizes: Sequence[int],
+        *,
+        owner: Owner | None,
     ) -> None:
         self._comm = comm
+        self.owner = owner
+        self._tag = 0
         self.number = comm.begin()
         self.verb = verb
         self._like = list(like)
@@ -93,10 +104,12 @@ class MPIExchange:
         """Send every peer its share, even an empty one, since the peer must learn its size."""
         # Receive buffers need this too: earlier work may still be queued on memory that a pool hands out.
         finish_queued(self._buffers)
+        of_owner = 0 if self.owner is None else self.owner.digest
+        largest = ranks.Get_attr(MPI.TAG_UB)
+        assert isinstance(largest, int)
+        self._tag = _TAGS[self.verb] + _VERB_TAGS * (of_owner % (largest // _VERB_TAGS))
         for peer in self.peers:
-            self._sending[peer] = ranks.Isend(
-                [self._buffers[peer], MPI.BYTE], dest=peer, tag=_TAGS[self.verb]
-            )
+            self._sending[peer] = ranks.Isend([self._buffers[peer], MPI.BYTE], dest=peer, tag=self._tag)
 
     def advance(self, ranks: MPI.Intracomm, earlier: set[int]) -> None:
         """Make progress without waiting; ``earlier`` are the ranks that an earlier exchange still waits for."""
@@ -104,7 +117,7 @@ class MPIExchange:
         for peer in self.awaited - earlier:
             message = ranks.Improbe(source=peer, tag=MPI.ANY_TAG, status=status)
             if message is not None:
-                self._check(peer, message, status)
+                self._check(ranks, peer, message, status)
                 self._receiving[peer] = message.Irecv([self._received[peer], MPI.BYTE])
                 self.awaited.remove(peer)
         self._receiving = _incomplete(self._receiving)
@@ -113,24 +126,43 @@ class MPIExchange:
             # This peer's own message has arrived, but if the peer has failed it will never receive ours.
             message = ranks.Improbe(source=peer, tag=FAILED_TAG, status=status)
             if message is not None:
-                self._check(peer, message, status)
+                self._check(ranks, peer, message, status)
 
-    def _check(self, peer: int, message: MPI.Message, status: MPI.Status) -> None:
+    def _check(self, ranks: MPI.Intracomm, peer: int, message: MPI.Message, status: MPI.Status) -> None:
         tag, size, rank = status.Get_tag(), status.Get_count(MPI.BYTE), self._comm.rank
         if tag == FINISHED_TAG:
             raise CommunicatorError(f"{self.verb}: rank {peer} has finished without calling it")
         if tag == FAILED_TAG:
-            reason = np.empty(size, dtype=np.uint8)
-            message.Recv([reason, MPI.BYTE])
-            text = reason.tobytes().decode(errors="replace")
-            raise CommunicatorError(f"{self.verb}: rank {peer} failed: {text}")
-        if tag != _TAGS[self.verb]:
-            raise CommunicatorError(f"rank {rank} called {self.verb} where rank {peer} called {_VERBS[tag]}")
+            raise CommunicatorError(f"{self.verb}: rank {peer} failed: {_text_of(message, size)}")
+        if tag == OWNER_TAG:
+            raise self._mismatch(ranks, {peer: _text_of(message, size)})
+        if tag // _VERB_TAGS != self._tag // _VERB_TAGS:
+            raise self._mismatch(ranks, {})
+        if tag != self._tag:
+            verb = _VERBS[tag % _VERB_TAGS]
+            raise CommunicatorError(f"rank {rank} called {self.verb} where rank {peer} called {verb}")
         expected = self._received[peer].shape[0]
         if size != expected:
             raise CommunicatorError(
                 f"{self.verb}: rank {peer} sent {size} bytes to rank {rank}, which expected {expected} bytes"
             )
+
+    def _mismatch(self, ranks: MPI.Intracomm, known: dict[int, str]) -> MismatchError:
+        """Return the error that names the owners on all ranks, each of which sees that these differ."""
+        own = told(self.owner)
+        send_all(ranks, own, OWNER_TAG)
+        texts = {self._comm.rank: own, **known}
+        status = MPI.Status()
+
+        def all_told() -> bool:
+            for peer in set(self.peers) - texts.keys():
+                message = ranks.Improbe(source=peer, tag=OWNER_TAG, status=status)
+                if message is not None:
+                    texts[peer] = _text_of(message, status.Get_count(MPI.BYTE))
+            return len(texts) == self._comm.size
+
+        poll(all_told, _OWNER_SECONDS)
+        return MismatchError(other_owners(dict.fromkeys(self.peers, "something else") | texts, self.owner))
 
     @property
     def is_complete(self) -> bool:
@@ -166,6 +198,12 @@ class MPIExchange:
             ]
             self._buffers, self._received, self._like = [], [], []
         return self._result
+
+
+def _text_of(message: MPI.Message, size: int) -> str:
+    data = np.empty(size, dtype=np.uint8)
+    message.Recv([data, MPI.BYTE])
+    return data.tobytes().decode(errors="replace")
 
 
 def _incomplete(requests: dict[int, MPI.Request]) -> dict[int, MPI.Request]:

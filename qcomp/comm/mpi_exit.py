@@ -26,15 +26,18 @@ from qcomp.comm.mpi_library import MPI
 __all__ = [
     "FAILED_TAG",
     "FINISHED_TAG",
+    "OWNER_TAG",
     "abort_at_exit",
     "guard",
     "kept_list",
     "report_failure",
+    "send_all",
     "take_leave_at_exit",
 ]
 
 FINISHED_TAG = 3
 FAILED_TAG = 4
+OWNER_TAG = 5
 
 _LONGEST_REPORT = 1000
 _PAUSE_SECONDS = 1e-3
@@ -82,10 +85,14 @@ def kept_list() -> list[Any]:
 def report_failure(comm: MPI.Intracomm, reason: str) -> None:
     """Tell all other ranks that this one takes no further part in `comm`."""
     abort_at_exit()
-    text = np.frombuffer(reason.encode()[:_LONGEST_REPORT], dtype=np.uint8)
     # If MPI itself failed, the others notice through their timeout or the end of this process.
     with contextlib.suppress(MPI.Exception):
-        _unfinished.extend(_send_all(comm, text, FAILED_TAG))
+        send_all(comm, reason, FAILED_TAG)
+
+
+def send_all(comm: MPI.Intracomm, text: str, tag: int) -> None:
+    """Start to send a text to all other ranks."""
+    _unfinished.extend(_send_all(comm, np.frombuffer(text.encode()[:_LONGEST_REPORT], dtype=np.uint8), tag))
 
 
 def take_leave_at_exit(comm: MPI.Intracomm, lines: Lifelines) -> None:

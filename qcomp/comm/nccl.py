@@ -9,9 +9,10 @@ import array_api_compat
 import numpy as np
 
 from qcomp.comm.buffers import check_buffer, from_host, stage_exchange, to_host
-from qcomp.comm.headers import header, header_size, require_agreement
+from qcomp.comm.headers import disagreement, header, header_size
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import AllGather, Owner, answer
 
 if TYPE_CHECKING:
     from qcomp.comm.base import Communicator
@@ -34,7 +35,7 @@ class NCCLCommunicator(Verbs):
     Parameters
     ----------
     comm : Communicator
-        A communicator of the same ranks, for instance an `MPICommunicator`. It carries the headers, 8 + 16 N bytes per
+        A communicator of the same ranks, for instance an `MPICommunicator`. It carries the headers, 16 + 16 N bytes per
         message among N ranks; its timeout and its handling of exits apply here too.
 
     Attributes
@@ -81,7 +82,9 @@ class NCCLCommunicator(Verbs):
     def __repr__(self) -> str:
         return f"NCCLCommunicator(rank={self.rank}, size={self.size})"
 
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
         buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=self._to_device)
         if self._closed is not None:
             raise CommunicatorError(f"{verb}: this communicator is closed: {self._closed}")
@@ -89,7 +92,7 @@ class NCCLCommunicator(Verbs):
         peers = [(self.rank + k) % self.size for k in range(1, self.size)]
         received = {peer: self._cupy.empty((sizes[peer],), dtype=self._cupy.uint8) for peer in peers}
         try:
-            self._agree(verb, [buffer.shape[0] for buffer in buffers], sizes)
+            self._agree(verb, [buffer.shape[0] for buffer in buffers], sizes, owner)
             self._move(peers, buffers, received)
         except self._nccl.NcclError as error:
             self._close(f"{verb}: NCCL failed: {error}")
@@ -105,10 +108,18 @@ class NCCLCommunicator(Verbs):
         received[self.rank] = buffers[self.rank].copy()
         return [self._to_library(received[peer], like=like) for peer, like in enumerate(send)]
 
-    def _agree(self, verb: str, sent: list[int], expected: list[int]) -> None:
-        """Raise on every rank unless all call the same verb with matching sizes."""
-        own = header(verb, sent, expected)
-        require_agreement(self._comm.all_gather(own, [header_size(self.size)] * self.size))
+    @property
+    def compares_owners(self) -> bool:
+        """Whether the communicator that carries the headers does."""
+        return getattr(self._comm, "compares_owners", False)
+
+    def _agree(self, verb: str, sent: list[int], expected: list[int], owner: Owner | None) -> None:
+        """Raise on every rank unless all call the same verb for the same owner with matching sizes."""
+        message = header(verb, sent, expected)
+        request = AllGather(message, (header_size(self.size),) * self.size, owner=owner)
+        problem = disagreement(answer(request, self._comm))
+        if problem is not None:
+            raise CommunicatorError(problem)
 
     def _move(self, peers: list[int], buffers: list[Any], received: dict[int, Any]) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr

@@ -22,6 +22,7 @@ from qcomp.comm.torch_library import dist, torch
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Owner, communicator_error
 from qcomp.private_names.torch import default_store
 
 __all__ = ["TorchCommunicator"]
@@ -48,8 +49,9 @@ class TorchCommunicator(Verbs):
     Creating one is collective over the ranks of `group`. They open their own gloo connections, so that messages never
     mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
 
-    A header of 8 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb and
-    all sizes, so that a different verb or size is an error on all ranks, and nothing is truncated.
+    A header of 16 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb, a
+    digest of whose exchange it is, and all sizes, so that a difference is an error on all ranks, and nothing is
+    truncated.
 
     Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that it has died,
     even in the middle of a message, where gloo notices nothing. They learn after `silence` that it was stopped or cut
@@ -79,10 +81,6 @@ class TorchCommunicator(Verbs):
         Bytes that this rank has passed to torch.distributed for other ranks, without headers.
     timeout : float
         Seconds.
-    subjects : sequence of str
-        What exchanges may be about, the same on all ranks.
-    subject : int
-        Which of these the next exchanges are about; the headers contain it, and ranks that differ raise MismatchError.
 
     Raises
     ------
@@ -166,8 +164,6 @@ class TorchCommunicator(Verbs):
         self.host = host_name(platform.node())
         self.bytes_sent = 0
         self.timeout = timeout
-        self.subject = 0
-        self.subjects: Sequence[str] = ()
         self._closed: str | None = None
         self._under_way: dict[int, list[Any]] = {}
         self._gloo = _connect(store, rank=rank, size=size, timeout=timeout)
@@ -192,17 +188,24 @@ class TorchCommunicator(Verbs):
         if not self._waiter.is_waiting:
             _unfinished[:] = [(gloo, exchange) for gloo, exchange in _unfinished if gloo is not self._gloo]
 
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        return self._begin(verb, send, receive, in_turn=True).wait()
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
+        return self._begin(verb, send, receive, owner, in_turn=True).wait()
 
-    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
-        return self._begin(verb, send, receive, in_turn=False)
+    def _start(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> Pending:
+        return self._begin(verb, send, receive, owner, in_turn=False)
 
-    def _begin(self, verb: str, send: Sequence[Array], receive: Sequence[int], *, in_turn: bool) -> Pending:
+    def _begin(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None, *, in_turn: bool
+    ) -> Pending:
         stage = self._to_device if self._device is not None else _to_host
         tensors, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size, stage=stage)
         self.require_open(verb)
-        exchange = TorchExchange(self, verb, send, tensors, sizes, on_device=self._device is not None)
+        on_device = self._device is not None
+        exchange = TorchExchange(self, verb, send, tensors, sizes, owner=owner, on_device=on_device)
         with self.closing_on_failure(verb, exchange):
             exchange.start(in_turn=in_turn)
         # The caller may drop an exchange. If its receives were cancelled, its messages would reach the next exchange.
@@ -214,7 +217,14 @@ class TorchCommunicator(Verbs):
         """Return the number of a new exchange."""
         return self._lifelines.begin()
 
-    def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
+    def attend(
+        self,
+        exchange: int,
+        verb: str,
+        owner: Owner | None,
+        wait: Callable[[], None],
+        meanwhile: Callable[[], Any],
+    ) -> Any:
         """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
 
         Raises if a rank is lost: gloo cannot be interrupted while it waits, and does not always notice a lost peer.
@@ -225,7 +235,8 @@ class TorchCommunicator(Verbs):
         waiting = Waiting(wait, self._lifelines.changed)
         self._waiter.start(waiting)
         made = meanwhile()
-        waiting.join(lambda: self._lifelines.problem(exchange, verb))
+        with self._lifelines.waiting(exchange, owner):
+            waiting.join(lambda: self._lifelines.problem(exchange, verb))
         return made
 
     def cause(self, exchange: int, verb: str) -> str | None:
@@ -272,7 +283,7 @@ class TorchCommunicator(Verbs):
             yield
         except CommunicatorError as error:
             self._close(str(error), exchange)
-            raise
+            raise communicator_error(str(error)) from error
         except RuntimeError as error:
             self._close(f"{verb}: torch.distributed failed: {error}", exchange)
             raise CommunicatorError(self._closed) from error

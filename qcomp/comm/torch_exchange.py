@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,17 +12,22 @@ from typing import Any, Protocol
 import array_api_compat
 
 from qcomp.comm.buffers import from_host
-from qcomp.comm.headers import header, header_size, require_agreement
+from qcomp.comm.headers import disagreement, have_different_owners, header, header_size
 from qcomp.comm.torch_library import torch
-from qcomp.core.errors import CommunicatorError
+from qcomp.core.errors import CommunicatorError, MismatchError
+from qcomp.core.mean.stages import Owner, other_owners, told
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["UNUSED_TAG", "TorchExchange"]
 
 Array = Any
 
-_HEADER_TAG, UNUSED_TAG = 0, 1
-_PAYLOAD_TAGS = 2
+_HEADER_TAG, UNUSED_TAG, _OWNER_TAG = 0, 1, 2
+_PAYLOAD_TAGS = 3
+_OWNER_BYTES = 512
+"""Bytes in which ranks tell each other their owners, once these differ."""
+_OWNER_SECONDS = 2.0
+"""How long a rank waits for that."""
 _IN_TURN_FROM = 1 << 16
 """Smallest payload that is sent in turn, in bytes; the time of shorter ones is mostly latency."""
 _AT_ONCE = timedelta(milliseconds=1)
@@ -32,8 +38,6 @@ class _Connections(Protocol):
 
     rank: int
     timeout: float
-    subject: int
-    subjects: Sequence[str]
 
     def require_open(self, verb: str) -> None:
         """Raise if an exchange has failed before."""
@@ -43,7 +47,14 @@ class _Connections(Protocol):
         """Return the number of a new exchange."""
         ...
 
-    def attend(self, exchange: int, verb: str, wait: Callable[[], None], meanwhile: Callable[[], Any]) -> Any:
+    def attend(
+        self,
+        exchange: int,
+        verb: str,
+        owner: Owner | None,
+        wait: Callable[[], None],
+        meanwhile: Callable[[], Any],
+    ) -> Any:
         """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
 
         Raises if a rank is lost.
@@ -91,10 +102,12 @@ class TorchExchange:
         tensors: list[Any],
         sizes: list[int],
         *,
+        owner: Owner | None,
         on_device: bool,
     ) -> None:
         self._comm = comm
         self._verb = verb
+        self._owner = owner
         self._like = list(like)
         self._tensors = tensors
         n = len(sizes)
@@ -105,7 +118,7 @@ class TorchExchange:
         self.number = comm.begin()
         self._deadline = 0.0
         sent = [tensor.shape[0] for tensor in tensors]
-        self._header = torch.from_numpy(header(verb, sent, sizes, comm.subject))
+        self._header = torch.from_numpy(header(verb, sent, sizes, owner))
         self._headers = [torch.empty(header_size(n), dtype=torch.uint8) for _ in range(n)]
         self._headers[comm.rank] = self._header
         pinned = not on_device and any(array_api_compat.is_torch_array(x) and x.is_cuda for x in like)
@@ -148,7 +161,7 @@ class TorchExchange:
                 self._send_payload(peer)
         else:
             self._deadline = time.monotonic() + comm.timeout
-            comm.attend(self.number, self._verb, self._read_headers, lambda: None)
+            comm.attend(self.number, self._verb, self._owner, self._read_headers, lambda: None)
             sends = {peer: self._tensors[peer] for peer in peers}
             self._on_device = comm.post_on_device(self._received, sends)
 
@@ -193,7 +206,11 @@ class TorchExchange:
         # A rank's own share is copied too, since received data never shares memory with sent data. The copy
         # is made while the other data travels.
         own = self._comm.attend(
-            self.number, self._verb, self._finish_on_host, self._tensors[self._comm.rank].clone
+            self.number,
+            self._verb,
+            self._owner,
+            self._finish_on_host,
+            self._tensors[self._comm.rank].clone,
         )
         for work in self._on_device:
             work.wait()  # the current stream waits, not this thread
@@ -221,7 +238,28 @@ class TorchExchange:
     def _read_headers(self) -> None:
         pending, self._receiving_headers = self._receiving_headers, {}
         self._wait_for("nothing came from", pending.items())
-        require_agreement([data.numpy() for data in self._headers], self._comm.subjects)
+        headers = [data.numpy() for data in self._headers]
+        if have_different_owners(headers):
+            raise MismatchError(other_owners(self._owners(), self._owner))
+        problem = disagreement(headers)
+        if problem is not None:
+            raise CommunicatorError(problem)
+
+    def _owners(self) -> dict[int, str]:
+        """Return what each rank tells of its owner; all ranks have seen that these differ."""
+        own = told(self._owner)
+        message = torch.frombuffer(bytearray(own.encode().ljust(_OWNER_BYTES)), dtype=torch.uint8)
+        arriving = {peer: torch.empty(_OWNER_BYTES, dtype=torch.uint8) for peer in self.peers}
+        works = [self._receive(text, peer, _OWNER_TAG) for peer, text in arriving.items()]
+        for peer in self.peers:
+            self._send(message[:_OWNER_BYTES], peer, _OWNER_TAG)
+        texts = {self._comm.rank: own} | dict.fromkeys(self.peers, "something else")
+        end = time.monotonic() + _OWNER_SECONDS
+        for (peer, text), work in zip(arriving.items(), works, strict=True):
+            with contextlib.suppress(RuntimeError):  # a rank that computes and will read its headers later
+                work.wait(max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+                texts[peer] = text.numpy().tobytes().decode(errors="replace").rstrip()
+        return texts
 
     def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
         works = list(pending)

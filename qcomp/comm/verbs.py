@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from qcomp.core.mean.stages import AllToAll, Exchange
+from qcomp.core.mean.stages import AllToAll, Exchange, Owner
 
 __all__ = ["Completed", "Pending", "Verbs"]
 
@@ -37,12 +37,40 @@ class Verbs(ABC):
     host: str
 
     @abstractmethod
-    def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
-        """Send ``send[r]`` to rank r and receive ``receive[r]`` bytes from it; all ranks pass the same verb."""
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
+        """Send ``send[r]`` to rank r and receive ``receive[r]`` bytes from it; verb and owner are the same on all."""
 
-    def _start(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> Pending:
+    def _start(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> Pending:
         """Start an exchange; this default completes it."""
-        return Completed(self._exchange(verb, send, receive))
+        return Completed(self._exchange(verb, send, receive, owner))
+
+    @property
+    def compares_owners(self) -> bool:
+        """Whether an exchange raises MismatchError on every rank if that of another rank has another owner."""
+        return True
+
+    def run(self, request: Exchange) -> list[Array]:
+        """Complete an exchange, and compare its owner on all ranks.
+
+        Parameters
+        ----------
+        request : AllToAll or AllGather
+            A request that a computation in stages yields.
+
+        Raises
+        ------
+        MismatchError
+            On every rank, if the ranks exchange for different owners.
+        CommunicatorError
+            As for the verbs.
+        """
+        if isinstance(request, AllToAll):
+            return self._exchange("all_to_all", request.send, request.receive, request.owner)
+        return self._exchange("all_gather", [request.send] * self.size, request.receive, request.owner)
 
     def start(self, request: Exchange) -> Pending:
         """Start an exchange, so that the caller can compute while the bytes travel.
@@ -75,8 +103,8 @@ class Verbs(ABC):
         [array([7], dtype=uint8)]
         """
         if isinstance(request, AllToAll):
-            return self._start("all_to_all", request.send, request.receive)
-        return self._start("all_gather", [request.send] * self.size, request.receive)
+            return self._start("all_to_all", request.send, request.receive, request.owner)
+        return self._start("all_gather", [request.send] * self.size, request.receive, request.owner)
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         """Send ``send[r]`` to rank r and return what each rank sent here, ``receive[r]`` bytes from rank r.

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import struct
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,14 +13,15 @@ from qcomp.core.checkpoint.format import some
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive
+from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.agreement import digests, shared_by_ranks
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.compression import EXACT, Average, Means, Part
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors
-from qcomp.core.reporting import name_ranks
+from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Diagnostics", "Facts", "Notes", "counted", "message_of", "report_of"]
@@ -146,7 +146,7 @@ class Diagnostics:
             As for `Optimizer.step`.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, grads, state), comm)
+        return drive(owned(self.stages(params, grads, state), owner_of(self.optimizer, state)), comm)
 
     def stages(
         self, params: Any, grads: Any, state: OptimizerState
@@ -328,10 +328,9 @@ def _compare(
             name for found in entries for name, value in found if (name, value) not in common
         )
         same = [rank for rank in range(state.size) if rank not in drifted]
-        warnings.warn(
+        warn_caller(
             f"replicas have drifted apart: after step {state.step}, {name_ranks(drifted)} and {name_ranks(same)} "
-            f"have different values of {some(list(differing))}",
-            stacklevel=5,
+            f"have different values of {some(list(differing))}"
         )
     return {"drifted_ranks": float(len(drifted))}
 

@@ -43,6 +43,8 @@ class OptimizerState(NamedTuple):
         The policy's compressor for each tensor that is not exact; empty if all use the optimizer's compressor.
     stream : int
         ``Key.tensor`` of this optimizer's keys, which separates its random draws from those of others.
+    number : int
+        The number of this optimizer among all that started over the same communicator; it is not saved.
     """
 
     step: int
@@ -60,6 +62,7 @@ class OptimizerState(NamedTuple):
     numbers: Mapping[str, float] = {}
     compressors: tuple[Compressor, ...] = ()
     stream: int = 0
+    number: int = 0
 
     @classmethod
     def first(cls, stage: str, names: tuple[str, ...], rank: int, size: int) -> "OptimizerState":

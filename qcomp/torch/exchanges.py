@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, NamedTuple
@@ -13,17 +12,16 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 
-from qcomp.comm.headers import DIFFERENT
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.format import DIGESTS, require_intact, sealed
 from qcomp.core.checkpoint.schema import Entries, NumericArray, Several, Text, Whole, read, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import Identity
-from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import handshake
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.shards import Shards
-from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.mean.stages import Owner, Stages, drive, owned
 from qcomp.core.numeric.arrays import dtype_name, host_bytes
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
@@ -37,9 +35,12 @@ if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         f"qcomp.torch.fsdp needs a torch whose FSDP2 takes other collectives, 2.9 or newer; this is {torch.__version__}"
     )
 
-__all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms", "subjects_of"]
+__all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
 
-_GRADIENTS, _WEIGHTS = "the gradients", "the weights"
+_SAME_MODULES = (
+    "every rank must run the same modules of a sharded model in the same order; multiply the result of one that a rank "
+    "would skip by zero instead"
+)
 
 _WEIGHTS_HOP = 1 << 31
 """The hop of the draws that round weights; no mean of gradients has it, whose rounding must not depend on theirs."""
@@ -56,31 +57,6 @@ class Terms:
     nonfinite: Literal["raise", "propagate"]
 
 
-def subjects_of(units: Sequence[Unit]) -> list[str]:
-    """Return what exchanges may be about."""
-    return [
-        "something else",
-        *(f"{what} of {unit.label}" for unit in units for what in (_GRADIENTS, _WEIGHTS)),
-    ]
-
-
-@contextmanager
-def _about(comm: TorchCommunicator, what: str, unit: Unit) -> Iterator[None]:
-    """Let the headers of exchanges tell what these are about, so that ranks with other modules raise MismatchError."""
-    comm.subject = comm.subjects.index(f"{what} of {unit.label}")
-    try:
-        yield
-    except CommunicatorError as error:
-        if DIFFERENT not in str(error):
-            raise
-        raise MismatchError(
-            f"{error}: every rank must run the same modules of a sharded model in the same order; multiply the "
-            "result of one that a rank would skip by zero instead"
-        ) from error
-    finally:
-        comm.subject = 0
-
-
 class _Sharded:
     """The shards of one unit over one communicator."""
 
@@ -95,6 +71,12 @@ class _Sharded:
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor for messages, as FSDP2 makes it by default."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def _run(self, stages: Stages[Any], what: str) -> Any:
+        """Run a computation in stages whose exchanges tell what they are about, since ranks may run other modules."""
+        unit = self._unit
+        owner = Owner(unit.label, 0, unit.names, self._stream, what, _SAME_MODULES)
+        return drive(owned(stages, owner), self._comm)
 
     def _shards(self, unit: Unit) -> Shards:
         """Return the shards of parameters whose places in a message are known."""
@@ -171,8 +153,8 @@ class ScatteredGradients(_Sharded):
         key = Key(seed=self._terms.seed, step=self._calls, tensor=self._stream)
         self._calls += 1
         try:
-            with _about(self._comm, _GRADIENTS, self._unit):
-                mean, new = drive(shards.scatter_mean(input_tensor, residual, key), self._comm)
+            what = f"the gradients of backward pass {self._calls}"
+            mean, new = self._run(shards.scatter_mean(input_tensor, residual, key), what)
         except NonFiniteError:
             self.skipped += 1
             if self._terms.nonfinite == "raise":
@@ -334,13 +316,13 @@ class GatheredWeights(_Sharded):
         needs_mark = self._changes or self._compressor.traits.random
         mark = _mark(input_tensor) if needs_mark else 0
         key = Key(seed=self._terms.seed, step=mark, tensor=self._stream, hop=_WEIGHTS_HOP)
-        with _about(self._comm, _WEIGHTS, self._unit):
-            if self._changes:
-                self._last = drive(self._changes_in(shards, input_tensor, mark, key), self._comm)
-                output_tensor.copy_(self._last)
-                return
-            into = output_tensor if output_tensor.dtype in (torch.float32, torch.float64) else None
-            found = drive(shards.gather(input_tensor, key, into=into), self._comm)
+        what = "the weights"
+        if self._changes:
+            self._last = self._run(self._changes_in(shards, input_tensor, mark, key), what)
+            output_tensor.copy_(self._last)
+            return
+        into = output_tensor if output_tensor.dtype in (torch.float32, torch.float64) else None
+        found = self._run(shards.gather(input_tensor, key, into=into), what)
         if found is not output_tensor:
             output_tensor.copy_(found)
 
@@ -441,8 +423,7 @@ class ReplicatedGradients:
             return
         parts = list(gradients.split(sizes))
         try:
-            with _about(self._comm, _GRADIENTS, self._unit):
-                means, self._state = self._mean.step(parts, parts, state, self._comm)
+            means, self._state = self._mean.step(parts, parts, state, self._comm)
         except NonFiniteError:
             self._state = state._replace(skipped=state.skipped + 1)
             if self._terms.nonfinite == "raise":

@@ -22,7 +22,6 @@ from qcomp.torch.exchanges import (
     ReplicatedGradients,
     ScatteredGradients,
     Terms,
-    subjects_of,
 )
 from qcomp.torch.units import Unit, units_of
 
@@ -157,7 +156,7 @@ def compress(
         "seed": seed,
         "nonfinite": nonfinite,
     }
-    comms = _Communicators(facts, subjects_of(units), units[0].own_shards(1)[0])
+    comms = _Communicators(facts, units[0].own_shards(1)[0])
     terms = Terms(feedback, is_exact, seed, nonfinite)
     compression = Compression(comms)
     for unit in units:
@@ -294,9 +293,8 @@ def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapp
 class _Communicators:
     """A communicator for each process group, whose ranks have agreed on the settings."""
 
-    def __init__(self, facts: Mapping[str, object], subjects: Sequence[str], like: Any) -> None:
+    def __init__(self, facts: Mapping[str, object], like: Any) -> None:
         self._facts = facts
-        self._subjects = subjects
         self._like = like
         self._of: dict[str, TorchCommunicator] = {}
 
@@ -306,7 +304,6 @@ class _Communicators:
         if name not in self._of:
             comm = TorchCommunicator(group)
             handshake(comm, self._facts, like=self._like)
-            comm.subjects = self._subjects
             self._of[name] = comm
         return self._of[name]
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.comm.base import Communicator
-from qcomp.core.mean.stages import AllGather, Stages, drive
+from qcomp.core.mean.stages import AllGather, Stages, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
@@ -244,7 +245,9 @@ class OuterLoop:
         def averaged() -> Any:
             loss = closure()
             self._average(optimizer)
-            return drive(_mean_loss_stages(loss, self._state, self._trained.values()[0]), self._comm)
+            return self._drive(
+                _mean_loss_stages(loss, self._state, self._trained.values()[0]), "the mean loss"
+            )
 
         return (of_step, averaged, *given[1:]), named
 
@@ -264,7 +267,14 @@ class OuterLoop:
     @torch.no_grad()
     def _average(self, optimizer: Any) -> None:
         """Replace the gradients of an optimizer's parameters by their means."""
-        drive(self._trained.average_stages(self._loop, self._state, [optimizer]), self._comm)
+        number = self._trained.optimizers.index(optimizer)
+        stages = self._trained.average_stages(self._loop, self._state, [optimizer])
+        self._drive(stages, f"gradients of optimizer {number}")
+
+    def _drive(self, stages: Stages[Any], what: str) -> Any:
+        """Run a computation in stages whose exchanges tell that they belong to the next step of this loop."""
+        owner = owner_of(self._loop, self._state)
+        return drive(owned(stages, owner._replace(doing=f"{owner.doing}, {what},")), self._comm)
 
     @untraced
     @torch.no_grad()
@@ -279,7 +289,7 @@ class OuterLoop:
                 params, state = self._loop.step(values, before, self._comm, shares=True)
             else:
                 params, state = self._running.step(values, before, shares=True)
-        drive(self._trained.buffer_stages(self._loop, before, state), self._comm)
+        self._drive(self._trained.buffer_stages(self._loop, before, state), "buffers")
         self._trained.write(params)
         self._state = state
 

@@ -591,7 +591,7 @@ class TestTransport:
         assert drive(nothing(), qcomp.comm.LocalCommunicator.alone()) == 7
 
     def test_exchanges_have_the_fields_that_communicators_expect(self):
-        fields = {"send", "receive", "later"}
+        fields = {"send", "receive", "later", "owner"}
         assert set(transport.AllToAll._fields) == set(transport.AllGather._fields) == fields
 
 

@@ -93,15 +93,14 @@ class DeepSpeedOptimizer(Optimizer):
         """Raise TypeError: see the notes."""
         raise TypeError(f"{type(self).__name__} has no apply; drive stages(params, grads, state) instead")
 
-    def stages(
+    def _stages(
         self,
         params: Any,
         grads: Any,
         state: OptimizerState,
         *,
-        donate: bool = False,  # noqa: ARG002 - these steps make new arrays
+        donate: bool,  # noqa: ARG002 - these steps make new arrays
     ) -> Stages[tuple[Any, OptimizerState]]:
-        """Make one step as a generator of pure stages, for callers that move the buffers themselves."""
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)
         if state.step == 0:
@@ -130,6 +129,7 @@ class DeepSpeedOptimizer(Optimizer):
         host: str | None = None,
         names: Sequence[str] | None = None,
         strict: bool = True,
+        number: int = 0,
     ) -> Stages[OptimizerState]:
         """Return the state saved by `state_dict`, including errors; see `qcomp.Optimizer.load_state_dict`.
 
@@ -154,7 +154,7 @@ class DeepSpeedOptimizer(Optimizer):
                     "shards of the old ranks"
                 )
         stages = super().load_stages(
-            saved, params, rank=rank, size=size, host=host, names=names, strict=strict
+            saved, params, rank=rank, size=size, host=host, names=names, strict=strict, number=number
         )
         return (yield from stages)
 

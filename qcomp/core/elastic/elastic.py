@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.manifest import kind_of
 from qcomp.core.elastic.meeting import Meeting, Report, Seat, meet
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive, require_communicator
+from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive, number_of, require_communicator
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -328,9 +328,14 @@ class Elastic:
             If the number of ranks changes, or something is lost.
         """
         require_communicator(comm)
-        host = getattr(comm, "host", None)
         stages = self.resume_stages(
-            held, rank=comm.rank, size=comm.size, host=host, params=params, names=names
+            held,
+            rank=comm.rank,
+            size=comm.size,
+            host=getattr(comm, "host", None),
+            params=params,
+            names=names,
+            number=number_of(comm),
         )
         return drive(stages, comm)
 
@@ -343,6 +348,7 @@ class Elastic:
         host: str | None = None,
         params: Any = None,
         names: Sequence[str] | None = None,
+        number: int = 0,
     ) -> Stages[tuple[ElasticState, Report]]:
         """Do what `resume` does as a generator of pure stages.
 
@@ -352,7 +358,7 @@ class Elastic:
             As for `resume`.
         rank, size : int
             This rank's new number, and the new number of ranks.
-        host : str, optional
+        host, number
             As for ``optimizer.init_stages``.
         """
         given = params if held is None else held.params
@@ -379,7 +385,7 @@ class Elastic:
         states = [] if here is None else self._states(here, meeting, rank)
         saved = [self._saved(state, given) for state in states]
         state = yield from resume(
-            self.optimizer, saved, tensors, names, Place(rank, size, host), lost=meeting.lost
+            self.optimizer, saved, tensors, names, Place(rank, size, host, number), lost=meeting.lost
         )
         if isinstance(self.optimizer, OuterLoop):
             given, state = self.optimizer.parted(given, state)

@@ -19,10 +19,13 @@ from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
 from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
 from qcomp.core.mean.stages import (
+    Owner,
     Stages,
     Transport,
     announce_lengths,
     drive,
+    number_of,
+    owned,
     pipeline,
     require_communicator,
 )
@@ -228,7 +231,12 @@ class CompressedMean:
         """
         require_communicator(comm)
         host = getattr(comm, "host", None)
-        return drive(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), comm)
+        owner = self._owner(number_of(comm), "init")
+        begun = drive(owned(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), owner), comm)
+        return begun._replace(number=owner.number)
+
+    def _owner(self, number: int, doing: str) -> Owner:
+        return Owner(type(self).__name__, number, (), 0, doing)
 
     def init_stages(
         self, x: Array | Sequence[Array], *, rank: int, size: int, host: str | None = None
@@ -402,7 +410,8 @@ class CompressedMean:
             raise ValueError(
                 f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
             )
-        return drive(self.stages(x, state, key=key, donate=donate), comm)
+        stages = self.stages(x, state, key=key, donate=donate)
+        return drive(owned(stages, self._owner(state.number, "a mean")), comm)
 
     def stages(
         self,

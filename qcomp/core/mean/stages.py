@@ -1,29 +1,88 @@
 """The exchanges that a computation in stages requests, and the loop that makes them over a communicator."""
 
 import contextlib
+import itertools
 import struct
-from collections.abc import Generator, Sequence
-from typing import NamedTuple, Protocol, TypeVar, overload
+import threading
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from weakref import WeakKeyDictionary
 
-from qcomp.core.errors import CommunicatorError, PayloadError
+from qcomp.core.errors import CommunicatorError, MismatchError, PayloadError
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
+from qcomp.core.reporting import name_ranks
 
 __all__ = [
     "AllGather",
     "AllToAll",
     "Arriving",
     "Exchange",
+    "Owner",
     "Stages",
     "Transport",
     "announce_lengths",
+    "answer",
+    "begun",
+    "communicator_error",
     "drive",
     "fuse",
+    "number_of",
+    "other_owners",
+    "owned",
     "pipeline",
     "require_communicator",
+    "told",
 ]
 
 Result = TypeVar("Result")
+
+_DIFFERENT = "the ranks exchange for different optimizers or steps"
+_SAME_STEPS = (
+    "all ranks must make the same steps of the same optimizers in the same order, and continue from states of the same "
+    "step; an optimizer in a thread of its own needs a communicator of its own"
+)
+_DIGEST_BYTES = 8
+_NAMED = 3
+"""How many names of parameters an error has."""
+
+
+_numbers: "WeakKeyDictionary[Transport, itertools.count[int]]" = WeakKeyDictionary()
+_numbering = threading.Lock()
+
+
+class Owner(NamedTuple):
+    """Whose exchange it is; a communicator refuses to exchange for different owners.
+
+    Two ranks that step two optimizers in different orders would otherwise average gradients of different models.
+    """
+
+    kind: str
+    """Such as "OneBitAdam"."""
+    number: int
+    """Number of the owner among all that were started over the same communicator; 0 if it is not known."""
+    names: tuple[str, ...]
+    """The names of its parameters."""
+    stream: int
+    """A digest of their names and shapes."""
+    doing: str
+    """What it does, such as "step 5 (warmup)"."""
+    advice: str = _SAME_STEPS
+    """What an error says to do about ranks that do something else."""
+
+    @property
+    def digest(self) -> int:
+        """A number below 2**63 that differs for different owners, and for different steps."""
+        text = f"{self.kind} {self.number} {self.stream} {self.doing}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def __str__(self) -> str:
+        number = f" number {self.number}" if self.number else ""
+        shown = ", ".join(map(repr, self.names[:_NAMED]))
+        more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
+        return f"{self.doing} of {self.kind}{number}" + (f" with {shown}{more}" if shown else "")
 
 
 class AllToAll(NamedTuple):
@@ -33,6 +92,8 @@ class AllToAll(NamedTuple):
     receive: tuple[int, ...]
     later: bool = False
     """Whether the computation starts more exchanges before it reads what arrives; see `pipeline`."""
+    owner: Owner | None = None
+    """Whose exchange it is, if it must be told from others; see `owned`."""
 
 
 class AllGather(NamedTuple):
@@ -41,6 +102,8 @@ class AllGather(NamedTuple):
     send: Array
     receive: tuple[int, ...]
     later: bool = False
+    """As for `AllToAll`."""
+    owner: Owner | None = None
     """As for `AllToAll`."""
 
 
@@ -133,7 +196,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
                 result: Result = stop.value
                 break
             under_way = [exchange for exchange in under_way if not exchange.is_over]
-            arrived = _answer(request, comm)
+            arrived = answer(request, comm)
             if isinstance(arrived, Arriving):
                 under_way.append(arrived)
         for exchange in under_way:
@@ -147,13 +210,109 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     return result
 
 
-def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
-    start = getattr(comm, "start", None) if request.later else None
-    if start is not None:
-        return Arriving(start(request))
+def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
+    """Return what arrives in an exchange over a communicator, whose owner all ranks compare."""
+    if request.later and hasattr(comm, "start"):
+        return begun(request, comm)
+    sent = request if _compares(request, comm) else _with_digests(request)
+    arrived: Sequence[Array]
+    if hasattr(comm, "run"):
+        arrived = comm.run(sent)
+    elif isinstance(sent, AllToAll):
+        arrived = comm.all_to_all(sent.send, sent.receive)
+    else:
+        arrived = comm.all_gather(sent.send, sent.receive)
+    return arrived if sent is request else _without_digests(arrived, request, comm.rank)
+
+
+def begun(request: Exchange, comm: Any) -> Arriving:
+    """Start an exchange over a communicator that has ``start``, and whose owner all ranks compare."""
+    if _compares(request, comm):
+        return Arriving(comm.start(request))
+    return Arriving(_Compared(comm.start(_with_digests(request)), request, comm.rank))
+
+
+class _Compared(NamedTuple):
+    """A started exchange whose messages end with digests."""
+
+    pending: _Pending
+    request: Exchange
+    rank: int
+
+    def wait(self) -> list[Array]:
+        return _without_digests(self.pending.wait(), self.request, self.rank)
+
+
+def _compares(request: Exchange, comm: Transport) -> bool:
+    """Return whether a communicator compares the owner of an exchange, if it has one."""
+    return request.owner is None or getattr(comm, "compares_owners", False)
+
+
+def _with_digests(request: Exchange) -> Exchange:
+    """Return the exchange of messages that end with a digest of their owner."""
+    assert request.owner is not None
+    own = request.owner.digest.to_bytes(_DIGEST_BYTES, "little")
+    receive = tuple(joined_size([size, _DIGEST_BYTES]) for size in request.receive)
+
+    def sealed(buffer: Array) -> Array:
+        return join([buffer, from_host_bytes(own, buffer)])
+
     if isinstance(request, AllToAll):
-        return comm.all_to_all(request.send, request.receive)
-    return comm.all_gather(request.send, request.receive)
+        return request._replace(send=tuple(map(sealed, request.send)), receive=receive)
+    return request._replace(send=sealed(request.send), receive=receive)
+
+
+def _without_digests(arrived: Sequence[Array], request: Exchange, rank: int) -> list[Array]:
+    """Return the messages that have arrived; raise if one is of another owner."""
+    parts = [split(x, [size, _DIGEST_BYTES]) for x, size in zip(arrived, request.receive, strict=True)]
+    digests = [host_bytes(digest) for _, digest in parts]
+    others = [peer for peer, digest in enumerate(digests) if digest != digests[rank]]
+    if others:
+        texts = {rank: told(request.owner)} | dict.fromkeys(others, "something else")
+        raise MismatchError(other_owners(texts, request.owner))
+    return [buffer for buffer, _ in parts]
+
+
+def told(owner: Owner | None) -> str:
+    """Return what a rank tells the others of the owner of its exchange."""
+    return "no optimizer" if owner is None else str(owner)
+
+
+def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at the same time") -> str:
+    """Return the error's text if ranks exchange for different owners, from what each has `told`, and this rank's."""
+    ranks_of = defaultdict(list)
+    for rank, owner in sorted(texts.items()):
+        ranks_of[owner].append(rank)
+    named = "; ".join(f"{name_ranks(ranks)}: {owner}" for owner, ranks in ranks_of.items())
+    advice = _SAME_STEPS if own is None else own.advice
+    return f"{_DIFFERENT} {how} ({named}): {advice}"
+
+
+def communicator_error(text: str) -> CommunicatorError:
+    """Return the error for a failed exchange, a MismatchError if the cause is that ranks have different owners."""
+    return (MismatchError if _DIFFERENT in text else CommunicatorError)(text)
+
+
+def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
+    """Run a computation in stages whose exchanges have an owner; those that already have one keep it."""
+    arrived: Sequence[Array] | None = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        arrived = yield request if request.owner else request._replace(owner=owner)
+
+
+def number_of(comm: Transport) -> int:
+    """Return 1, 2, 3 and so on for what starts over a communicator, for its `Owner`; call it once, on all ranks."""
+    with _numbering:
+        try:
+            count = _numbers.setdefault(comm, itertools.count(1))
+        except TypeError:  # another package's communicator need not be hashable
+            return 0
+        return next(count)
 
 
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":

@@ -30,6 +30,8 @@ class MeanState(NamedTuple):
     """The node of each rank, if the topology depends on it; empty if each rank is a node of its own."""
     topology: str = AUTO
     """The topology whose residuals these are; never "auto" after `CompressedMean.init`."""
+    number: int = 0
+    """The number of this mean among all that started over the same communicator."""
 
 
 def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -> None:

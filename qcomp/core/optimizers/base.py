@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.averaging import TakesAveraging
 from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.mean.stages import Stages, Transport, drive, require_communicator
+from qcomp.core.mean.stages import Stages, Transport, drive, number_of, owned, require_communicator
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
@@ -23,7 +23,7 @@ from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.starting import Place, begin, names_of, resume
+from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
@@ -231,7 +231,10 @@ class Optimizer(TakesAveraging, ABC):
         """
         require_communicator(comm)
         host = getattr(comm, "host", None)
-        return drive(self.init_stages(params, rank=comm.rank, size=comm.size, host=host, names=names), comm)
+        stages = self.init_stages(
+            params, rank=comm.rank, size=comm.size, host=host, names=names, number=number_of(comm)
+        )
+        return drive(stages, comm)
 
     def init_stages(
         self,
@@ -241,6 +244,7 @@ class Optimizer(TakesAveraging, ABC):
         size: int,
         host: str | None = None,
         names: Sequence[str] | None = None,
+        number: int = 0,
     ) -> Stages[OptimizerState]:
         """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
 
@@ -252,6 +256,9 @@ class Optimizer(TakesAveraging, ABC):
             This rank, and the number of ranks.
         host : str, optional
             Name of this rank's machine, which a topology may depend on.
+        number : int
+            Number of this optimizer among all that start over the same communicator. The exchanges of its steps carry
+            it, so that those of two optimizers are not taken for each other.
 
         Raises
         ------
@@ -259,9 +266,8 @@ class Optimizer(TakesAveraging, ABC):
             As for `init`.
         """
         tensors = as_tensors(params, "params")
-        return (
-            yield from begin(self, tensors, names_of(names, tensors), Place(rank, size, host), compare=True)
-        )
+        place = Place(rank, size, host, number)
+        return (yield from begin(self, tensors, names_of(names, tensors), place, compare=True))
 
     def step(
         self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
@@ -321,6 +327,11 @@ class Optimizer(TakesAveraging, ABC):
         donate : bool
             As for `step`.
         """
+        return (yield from owned(self._stages(params, grads, state, donate=donate), owner_of(self, state)))
+
+    def _stages(
+        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool
+    ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
         self.require_own(tensors, state)
         gradients = as_gradients(grads, tensors, state.names)
@@ -430,7 +441,14 @@ class Optimizer(TakesAveraging, ABC):
         require_communicator(comm)
         host = getattr(comm, "host", None)
         stages = self.load_stages(
-            saved, params, rank=comm.rank, size=comm.size, host=host, names=names, strict=strict
+            saved,
+            params,
+            rank=comm.rank,
+            size=comm.size,
+            host=host,
+            names=names,
+            strict=strict,
+            number=number_of(comm),
         )
         return drive(stages, comm)
 
@@ -444,6 +462,7 @@ class Optimizer(TakesAveraging, ABC):
         host: str | None = None,
         names: Sequence[str] | None = None,
         strict: bool = True,
+        number: int = 0,
     ) -> Stages[OptimizerState]:
         """Do what `load_state_dict` does as a generator of pure stages.
 
@@ -451,12 +470,12 @@ class Optimizer(TakesAveraging, ABC):
         ----------
         saved, params, names, strict
             As for `load_state_dict`.
-        rank, size, host
+        rank, size, host, number
             As for `init_stages`.
         """
         tensors = as_tensors(params, "params")
-        names = names_of(names, tensors)
-        return (yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict))
+        names, place = names_of(names, tensors), Place(rank, size, host, number)
+        return (yield from resume(self, saved, tensors, names, place, strict=strict))
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step.

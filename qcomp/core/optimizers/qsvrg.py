@@ -10,10 +10,11 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer, require_rank
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -157,7 +158,8 @@ class QSVRG(Optimizer):
             gradient.
         """
         require_rank(state, comm)
-        return drive(self.epoch_stages(params, full_grad, state), comm)
+        owner = owner_of(self, state)._replace(doing=f"begin_epoch after step {state.step}")
+        return drive(owned(self.epoch_stages(params, full_grad, state), owner), comm)
 
     def epoch_stages(self, params: Any, full_grad: Any, state: OptimizerState) -> Stages[OptimizerState]:
         """Begin an epoch as a generator of pure stages, see `begin_epoch`.

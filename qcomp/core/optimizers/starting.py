@@ -17,7 +17,7 @@ from qcomp.core.checkpoint.format import (
 from qcomp.core.checkpoint.reshard import World, regroup
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.nodes import require_rank_in
-from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.stages import Owner, Stages, owned
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.agreement import (
@@ -36,7 +36,7 @@ from qcomp.core.policies.patterns import require_matches
 from qcomp.core.rehearsal import rehearse
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Place", "begin", "names_of", "resume"]
+__all__ = ["Place", "begin", "names_of", "owner_of", "resume"]
 
 Saved = Mapping[str, Any]
 
@@ -50,6 +50,8 @@ class Place(NamedTuple):
     size: int
     host: str | None
     """Name of this rank's machine, if it is known."""
+    number: int = 0
+    """The number of this optimizer among all that start over the same communicator."""
 
 
 def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
@@ -63,6 +65,12 @@ def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str
     return chosen
 
 
+def owner_of(optimizer: Any, state: OptimizerState) -> Owner:
+    """Return the owner of the exchanges of the next step."""
+    doing = f"step {state.step + 1} ({state.stage})"
+    return Owner(type(optimizer).__name__, state.number, state.names, state.stream, doing)
+
+
 def begin(
     optimizer: Any, tensors: Sequence[Array], names: tuple[str, ...], place: Place, *, compare: bool
 ) -> Stages[OptimizerState]:
@@ -70,6 +78,13 @@ def begin(
 
     With ``compare`` the ranks also compare the values of their parameters.
     """
+    begun = _begin(optimizer, tensors, names, place, compare=compare)
+    return (yield from owned(begun, Owner(type(optimizer).__name__, place.number, names, 0, "init")))
+
+
+def _begin(
+    optimizer: Any, tensors: Sequence[Array], names: tuple[str, ...], place: Place, *, compare: bool
+) -> Stages[OptimizerState]:
     require_whole(tensors, "params", tensors[0])
     require_rank_in(place.rank, place.size)
     state, problem = None, None
@@ -85,7 +100,7 @@ def begin(
         assert problem is not None
         raise problem
     require_matches("groups", patterns_of(optimizer.groups), names)
-    state = state._replace(stream=stream_of(names, tensors))
+    state = state._replace(stream=stream_of(names, tensors), number=place.number)
     mean = optimizer.mean_of(state)
     rehearse([*EXACT.compressors, *mean.sends], tensors[0], steps=True, low_rank=mean.low_rank)
     nodes = yield from optimizer.mean.node_stages(place.host, size=place.size, like=tensors[0])
@@ -104,6 +119,22 @@ def resume(
     lost: Collection[int] = (),
 ) -> Stages[OptimizerState]:
     """Return the state to resume from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
+    owner = Owner(type(optimizer).__name__, place.number, names, 0, "load_state_dict")
+    return (
+        yield from owned(_resume(optimizer, saved, tensors, names, place, strict=strict, lost=lost), owner)
+    )
+
+
+def _resume(
+    optimizer: Any,
+    saved: Saved | Sequence[Saved],
+    tensors: Sequence[Array],
+    names: tuple[str, ...],
+    place: Place,
+    *,
+    strict: bool,
+    lost: Collection[int],
+) -> Stages[OptimizerState]:
     fresh = yield from begin(optimizer, tensors, names, place, compare=False)
 
     def accept(one: Saved) -> None:

@@ -6,9 +6,10 @@ from hashlib import blake2b
 from typing import Any
 
 from qcomp.core.errors import MismatchError
-from qcomp.core.mean.stages import AllGather, Exchange, Stages, pipeline
+from qcomp.core.mean.stages import AllGather, Exchange, Stages, owned, pipeline
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import zeros_like
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
@@ -70,9 +71,8 @@ def stages_of_used(
         if state.size > 1:  # the ranks are apart, or go apart
             return new_params, new_state
     else:
-        anywhere, (new_params, new_state) = yield from pipeline(
-            [_agreed(used, settings, state, params[0]), _continued(first, step)]
-        )
+        exchanges = pipeline([_agreed(used, settings, state, params[0]), _continued(first, step)])
+        anywhere, (new_params, new_state) = yield from owned(exchanges, owner_of(optimizer, state))
     left_out = {number for number, found in enumerate(anywhere) if not found}
     if not left_out or optimizer.apart(state.stage):
         return new_params, new_state

@@ -9,7 +9,7 @@ from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, totals
 from qcomp.core.optimizers.adam import rate_rises
@@ -19,6 +19,7 @@ from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
 from qcomp.core.optimizers.local_adam import LocalAdam
 from qcomp.core.optimizers.remeasure import measured, step_on_codes
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, copy
 from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
 from qcomp.core.state import OptimizerState
@@ -269,7 +270,13 @@ class ZeroOneAdam(LocalAdam):
         key = self.key(state)._replace(tensor=state.stream ^ 1)
         sums = self.compression.average([copy(u) for u in state.arrays["pending"]], state, key)
         try:
-            means = drive(sums.stages(), comm)
+            means = drive(
+                owned(
+                    sums.stages(),
+                    owner_of(self, state)._replace(doing=f"synchronize after step {state.step}"),
+                ),
+                comm,
+            )
         except NonFiniteError as error:
             raise self._located(error, state, state.step) from error
         new_params, new_state = self._synchronised(tensors, means, state)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core.diagnostics import Facts, Notes, counted, message_of, report_of
-from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
+from qcomp.core.mean.stages import AllGather, Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.state import OptimizerState
 
@@ -85,7 +86,7 @@ class OuterDiagnostics:
             As for `OuterLoop.step`.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, state), comm)
+        return drive(owned(self.stages(params, state), owner_of(self.loop, state)), comm)
 
     def stages(
         self, params: Any, state: OptimizerState

@@ -9,7 +9,7 @@ from qcomp.core import primitives
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import handshake_stages
-from qcomp.core.mean.stages import Stages, Transport, drive, require_communicator
+from qcomp.core.mean.stages import Stages, Transport, drive, number_of, owned, require_communicator
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
@@ -18,7 +18,7 @@ from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.starting import Place, begin, names_of, resume
+from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, copy
 from qcomp.core.outer.fragments import LOCAL, due, stage_of, under_way
 from qcomp.core.outer.parts import put, take
@@ -136,7 +136,10 @@ class OuterLoop(OuterSettings):
         """
         require_communicator(comm)
         host = getattr(comm, "host", None)
-        return drive(self.init_stages(params, rank=comm.rank, size=comm.size, host=host, names=names), comm)
+        stages = self.init_stages(
+            params, rank=comm.rank, size=comm.size, host=host, names=names, number=number_of(comm)
+        )
+        return drive(stages, comm)
 
     def init_stages(
         self,
@@ -146,6 +149,7 @@ class OuterLoop(OuterSettings):
         size: int,
         host: str | None = None,
         names: Sequence[str] | None = None,
+        number: int = 0,
     ) -> Stages[OptimizerState]:
         """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
 
@@ -157,11 +161,12 @@ class OuterLoop(OuterSettings):
             This rank, and the number of ranks.
         host : str, optional
             Name of this rank's machine, which a topology may depend on.
+        number : int
+            As for `Optimizer.init_stages`.
         """
         tensors = as_tensors(params, "params")
-        return (
-            yield from begin(self, tensors, names_of(names, tensors), Place(rank, size, host), compare=True)
-        )
+        place = Place(rank, size, host, number)
+        return (yield from begin(self, tensors, names_of(names, tensors), place, compare=True))
 
     def average(self, grads: Any, state: OptimizerState, comm: Transport) -> Any:
         """Return the exact mean of the gradients over the ranks in the warm-up, and the given gradients afterwards.
@@ -196,6 +201,9 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             As for `average`.
         """
+        return (yield from owned(self._average_stages(grads, state), owner_of(self, state)))
+
+    def _average_stages(self, grads: Any, state: OptimizerState) -> Stages[Any]:
         if state.stage != WARMUP:
             return grads
         gradients = as_gradients(grads, state.arrays[ANCHOR], state.names)
@@ -278,6 +286,18 @@ class OuterLoop(OuterSettings):
             Whether to warn if all ranks have the same first outer gradients, as `step` does. Set it to False where
             ranks may join or leave, since a new rank begins with the parameters of another.
         """
+        stages = self._stages(params, state, landed, shares=shares, compares=compares)
+        return (yield from owned(stages, owner_of(self, state)))
+
+    def _stages(
+        self,
+        params: Any,
+        state: OptimizerState,
+        landed: Mapping[int, Means],
+        *,
+        shares: bool,
+        compares: bool,
+    ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = self._fitting(params, state)
         after = state._replace(step=state.step + 1)
         if state.stage == WARMUP:
@@ -368,6 +388,10 @@ class OuterLoop(OuterSettings):
             Its number.
         """
         sent = under_way(state.stage)[fragment]
+        owner = owner_of(self, state)._replace(doing=f"fragment {fragment} of step {sent}")
+        return (yield from owned(self._exchange(state, fragment, sent), owner))
+
+    def _exchange(self, state: OptimizerState, fragment: int, sent: int) -> Stages[Means]:
         average = self.prepare(state, fragment)
         values = average.own
         check = same_step(sent, state, values[0])
@@ -466,7 +490,14 @@ class OuterLoop(OuterSettings):
         require_communicator(comm)
         host = getattr(comm, "host", None)
         stages = self.load_stages(
-            saved, params, rank=comm.rank, size=comm.size, host=host, names=names, strict=strict
+            saved,
+            params,
+            rank=comm.rank,
+            size=comm.size,
+            host=host,
+            names=names,
+            strict=strict,
+            number=number_of(comm),
         )
         return drive(stages, comm)
 
@@ -480,6 +511,7 @@ class OuterLoop(OuterSettings):
         host: str | None = None,
         names: Sequence[str] | None = None,
         strict: bool = True,
+        number: int = 0,
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Do what `load_state_dict` does as a generator of pure stages.
 
@@ -487,12 +519,12 @@ class OuterLoop(OuterSettings):
         ----------
         saved, params, names, strict
             As for `load_state_dict`.
-        rank, size, host
+        rank, size, host, number
             As for `init_stages`.
         """
         tensors = as_tensors(params, "params")
-        names = names_of(names, tensors)
-        whole = yield from resume(self, saved, tensors, names, Place(rank, size, host), strict=strict)
+        names, place = names_of(names, tensors), Place(rank, size, host, number)
+        whole = yield from resume(self, saved, tensors, names, place, strict=strict)
         loaded, state = self.parted(tensors, whole)
         return as_given(loaded, params), state
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import Arriving, Exchange, Stages, Transport, drive
+from qcomp.core.mean.stages import Arriving, Exchange, Stages, Transport, begun, drive
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Means
@@ -175,7 +175,7 @@ class _Flight:
             except StopIteration as stop:
                 self._result = stop.value
                 return
-            arriving = Arriving(self._comm.start(request))
+            arriving = begun(request, self._comm)
             self._begun = [one for one in self._begun if not one.is_over] + [arriving]
             self._arrived = arriving
             if not request.later:

@@ -14,7 +14,7 @@ from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import AllGather, Stages, fuse
+from qcomp.core.mean.stages import AllGather, Stages, fuse, owned
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers.agreement import GIVE_OWN_DATA, first_elements, same_gradients
@@ -22,6 +22,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.qsvrg import QSVRG
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
@@ -158,7 +159,8 @@ class BucketedStep:
         """Run a computation in stages beside a backward pass's first bucket; ``done`` takes its result or error."""
         self._conveyor.occupy()
         context = partial(self._stream.after, self._stream.mark())
-        self._conveyor.put([Job(stages, done=done, failed=done, context=context)], last=False)
+        owned_stages = self._owned(stages, "before the first bucket")
+        self._conveyor.put([Job(owned_stages, done=done, failed=done, context=context)], last=False)
 
     def take(self) -> Means:
         """Return the averages of all tensors, as `Average.stages` does; the next step can start."""
@@ -200,6 +202,11 @@ class BucketedStep:
         rescaled = self._mean_of(self.state).rescaled(self.state.exchange, factor)
         self.state = self.state._replace(exchange=rescaled)
 
+    def _owned(self, stages: Stages[Any], what: str) -> Stages[Any]:
+        """Let the exchanges of a computation carry which step they belong to, and what they are for."""
+        owner = owner_of(self.optimizer, self.state)
+        return owned(stages, owner._replace(doing=f"{owner.doing}, {what},"))
+
     def _new_pass(self) -> BackwardPass:
         return BackwardPass(len(self.params.tensors))
 
@@ -224,7 +231,8 @@ class BucketedStep:
         def fail(error: BaseException) -> None:
             running.error = running.error or error
 
-        stages = same_gradients(running.samples, self.state.size, running.samples[0])
+        same = same_gradients(running.samples, self.state.size, running.samples[0])
+        stages = self._owned(same, "comparison of gradients")
         context = partial(self._stream.after, self._stream.mark())
         self._conveyor.put([Job(stages, done=compared, failed=fail, context=context)], last=False)
 
@@ -236,7 +244,8 @@ class BucketedStep:
         for bucket in buckets:
             for part in bucket.parts:
                 over = partial(self._part_is_over, running, bucket, part)
-                stages = self._stages(part, scale)
+                first = self.params.names[part.numbers[0]]
+                stages = self._owned(self._stages(part, scale), f"gradients from {first!r} on")
                 jobs.append(Job(stages, done=over, failed=over, context=context, joins=self._low_rank))
         self._conveyor.put(jobs, last=running.is_complete)
 
@@ -253,7 +262,7 @@ class BucketedStep:
         self._conveyor.put(
             [
                 Job(
-                    self.optimizer.clip_scale(gradients, self.state),
+                    self._owned(self.optimizer.clip_scale(gradients, self.state), "global norm"),
                     done=lambda scale: self._put(running.buckets, scale=scale),
                     failed=fail,
                     context=partial(self._stream.after, self._stream.mark()),
@@ -305,12 +314,13 @@ class BucketedStep:
                 running.error = outcome
             running.settle()
 
-        stages = name_gradients(
+        names = name_gradients(
             running.refusal,
             [refused[number] for number in numbers],
             [self.params.names[number] for number in numbers],
             self.state,
         )
+        stages = self._owned(names, "gradients that are not finite")
         context = partial(self._stream.after, self._stream.mark())
         self._conveyor.put([Job(stages, done=told, failed=told, context=context)], last=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
-from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse
+from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse, owned
 
 __all__ = ["Conveyor", "Job", "require_unoccupied"]
 
@@ -179,7 +179,9 @@ def _joined(waiting: Sequence[tuple[Job, Exchange]]) -> Job:
         for job in jobs:
             job.failed(error)
 
-    return Job(fuse([_resumed(job.stages, first) for job, first in waiting]), done, failed, jobs[-1].context)
+    stages = fuse([_resumed(job.stages, first) for job, first in waiting])
+    owner = waiting[0][1].owner
+    return Job(stages if owner is None else owned(stages, owner), done, failed, jobs[-1].context)
 
 
 def _resumed(stages: Stages[Any], request: Exchange) -> Stages[Any]:

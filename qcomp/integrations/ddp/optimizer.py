@@ -10,10 +10,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.stages import drive
+from qcomp.core.mean.stages import drive, owned
 from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.agreement import compare_new_stage
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep
@@ -145,7 +146,8 @@ class OverlappedOptimizer(Joinable):
             for param, value, new in zip(step.params.tensors, old, moved, strict=True):
                 if new.data_ptr() != value.data_ptr():
                     param.copy_(new)
-            drive(compare_new_stage(step.optimizer, before, step.state, old[0]), step.comm)
+            compared = compare_new_stage(step.optimizer, before, step.state, old[0])
+            drive(owned(compared, owner_of(step.optimizer, before)), step.comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch's optimizers do."""

@@ -1,0 +1,146 @@
+"""Finds two ranks that wait for each other, each in another communicator.
+
+A rank that waits for a second tells the other ranks of its communicator which exchange it waits in, and how many
+exchanges it has begun over each communicator that only the waiting thread uses. If rank 1 hears that rank 0 waits in
+exchange 5 of communicator A, which rank 1 has not begun, while rank 1 itself waits in exchange 3 of B, which rank 0 has
+not begun, then neither can go on: only the waiting threads would begin these exchanges. Threads that share a
+communicator are not judged, since another thread may still begin what a rank waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from qcomp.core.mean.stages import Owner, other_owners, told
+
+__all__ = ["Station"]
+
+_TELL_SECONDS = 1.0
+_LONGEST_OWNER = 300
+"""Of a message of at most a thousand bytes."""
+
+_stations: weakref.WeakSet[Station] = weakref.WeakSet()
+_changing = threading.RLock()  # the garbage collector may remove a station anywhere
+
+
+class _Wait(NamedTuple):
+    """A thread of this rank that waits in an exchange."""
+
+    thread: threading.Thread
+    since: float
+    owner: Owner | None
+
+
+class _Heard(NamedTuple):
+    """What another rank has told of its wait."""
+
+    exchange: int
+    begun: dict[str, int]
+    owner: str
+
+
+class Station:
+    """One communicator of a rank: how many exchanges it has begun, which threads began them, and which wait.
+
+    Parameters
+    ----------
+    name : str
+        The communicator's name, the same on all ranks; empty if it has none, then nothing is found.
+    rank : int
+        This rank.
+    refuse : callable
+        Called with an exchange and a text if the exchange cannot be completed.
+    """
+
+    def __init__(self, name: str, rank: int, refuse: Callable[[int, str], None]) -> None:
+        self._name = name
+        self._rank = rank
+        self._refuse = refuse
+        self._user: threading.Thread | None = None
+        self._is_shared = False
+        self._begun = 0
+        self._waits: dict[int, _Wait] = {}
+        self._told: set[int] = set()
+        self._heard: dict[int, _Heard] = {}
+        with _changing:
+            _stations.add(self)
+
+    def close(self) -> None:
+        """Take no further part."""
+        with _changing:
+            _stations.discard(self)
+
+    def begin(self) -> int:
+        """Return the number of a new exchange; all ranks begin theirs in the same order."""
+        thread = threading.current_thread()
+        self._is_shared |= self._user not in (None, thread)
+        self._user = thread
+        number = self._begun
+        self._begun += 1
+        return number
+
+    @contextlib.contextmanager
+    def waiting(self, exchange: int, owner: Owner | None) -> Iterator[None]:
+        """Take note that this thread waits in an exchange."""
+        self._waits[exchange] = _Wait(threading.current_thread(), time.monotonic(), owner)
+        try:
+            yield
+        finally:
+            del self._waits[exchange]
+
+    def pause(self) -> float:
+        """Return the seconds after which to call `tell` again: there is nothing to tell without a second station."""
+        return _TELL_SECONDS / 2 if self._name and len(_stations) > 1 else math.inf
+
+    def tell(self) -> list[str]:
+        """Return what to tell the others about threads that have waited for long, and judge what they have told."""
+        texts = []
+        with _changing:
+            for exchange, wait in list(self._waits.items()):
+                begun = {one._name: one._begun for one in _used_by(wait.thread)}
+                late = time.monotonic() - wait.since >= _TELL_SECONDS
+                if late and exchange not in self._told and self._name in begun:
+                    self._told.add(exchange)
+                    owner = told(wait.owner)[:_LONGEST_OWNER]
+                    texts.append(json.dumps([exchange, begun, owner], separators=(",", ":")))
+        return texts
+
+    def hear(self, peer: int, text: str) -> None:
+        """Take note of what another rank tells."""
+        with contextlib.suppress(ValueError), _changing:  # a text that was cut off
+            self._heard[peer] = _Heard(*json.loads(text))
+
+    def judge(self) -> None:
+        """Refuse the exchanges in which this rank waits for one that waits for this rank elsewhere."""
+        with _changing:
+            for exchange in self._told & self._waits.keys():
+                wait = self._waits[exchange]
+                for other in _used_by(wait.thread):
+                    for peer, heard in other._heard.items():
+                        theirs = heard.begun.get(self._name, math.inf)
+                        if other is not self and heard.exchange >= other._begun and theirs <= exchange:
+                            texts = {self._rank: told(wait.owner), peer: heard.owner}
+                            how = "over different communicators, so that each waits for the other"
+                            self._refuse(exchange, other_owners(texts, wait.owner, how))
+
+
+def _used_by(thread: threading.Thread) -> list[Station]:
+    """Return the stations that only one thread has used."""
+    return [one for one in _stations if one._name and one._user is thread and not one._is_shared]
+
+
+def _renew_in_child() -> None:
+    global _changing  # noqa: PLW0603
+    _changing = threading.RLock()  # another thread of the parent may have held it
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_in_child)
