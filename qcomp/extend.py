@@ -5,8 +5,9 @@ Nothing here is new: each name is defined and documented elsewhere in qcomp. Cod
 
 A compressor is a frozen dataclass below `Compressor`, or below `BucketedCompressor` if each bucket has a few scales and
 each element a small code. It declares its `Traits` and a `PayloadSpec` of `Field` objects, and draws random numbers
-with `draws16` from a `Key`. `array_namespace` returns an array's library; `bitcast`, `divide`, `sqrt` and the sums
-return the same bits in every library.
+with `draws16` from a `Key`; if a payload sends `stream_of` the key, `draws16_again` repeats them in `decode`.
+`array_namespace` returns an array's library; `bitcast`, `divide`, `sqrt` and the sums return the same bits in every
+library.
 `register_compressor`, or an entry point in the group ``qcomp.compressors``, makes its name known.
 
 A topology is a subclass of `Topology`. It turns `Operands` into a `Layout`, and a `Call` into an `Averaged` with the
@@ -106,7 +107,7 @@ from qcomp.core.numeric.buckets import (
     padded_size,
     validate_bucket_size,
 )
-from qcomp.core.numeric.random import SHARED_RANK, Key, draws16, replace_draws
+from qcomp.core.numeric.random import SHARED_RANK, Key, draws16, draws16_again, replace_draws, stream_of
 from qcomp.core.numeric.sums import mean_abs, norm2, rms, sum_of_squares, total, tree_sum
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
@@ -188,6 +189,7 @@ __all__ = [
     "device",
     "divide",
     "draws16",
+    "draws16_again",
     "drive",
     "dtype_name",
     "flush",
@@ -214,6 +216,7 @@ __all__ = [
     "rms",
     "sqrt",
     "stage_exchange",
+    "stream_of",
     "sum_of_squares",
     "to_compute_dtype",
     "to_host",

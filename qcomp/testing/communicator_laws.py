@@ -1,5 +1,7 @@
 """The laws of communicators, each a collective function that raises AssertionError on ranks that notice a violation."""
 
+import socket
+import uuid
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -48,6 +50,22 @@ def has_a_place(comm: Communicator, xp: Namespace) -> None:
     assert found == list(range(comm.size)), f"all_gather returns the ranks in the order {found}"
     assert isinstance(comm.host, str), f"host is {comm.host!r}; expected the name of the machine"
     assert comm.host, "host is empty; expected the name of the machine"
+    hosts, machines = (
+        _texts(comm, xp, text) for text in (comm.host, f"{socket.gethostname()} {uuid.getnode()}")
+    )
+    alike = [rank for rank in range(comm.size) if machines[rank] == machines[comm.rank]]
+    own = {hosts[rank] for rank in alike}
+    # Some may have other names, to simulate nodes that ranks share.
+    assert len(alike) == 1 or len(own) < len(alike), (
+        f"ranks {alike} run on one machine, and each has a host of its own: {sorted(own)}; give them the machine's name"
+    )
+
+
+def _texts(comm: Communicator, xp: Namespace, text: str) -> list[str]:
+    """Return the texts of all ranks, up to 200 bytes each."""
+    data = np.frombuffer(text.encode()[:200].ljust(200), dtype=np.uint8)
+    found = comm.all_gather(to_library(xp, data), [200] * comm.size)
+    return [to_numpy(x).tobytes().decode(errors="replace").rstrip() for x in found]
 
 
 def all_to_all_delivers(comm: Communicator, xp: Namespace) -> None:
@@ -95,21 +113,29 @@ def exchanges_keep_their_order(comm: Communicator, xp: Namespace) -> None:
 def memory_is_its_own(comm: Communicator, xp: Namespace) -> None:
     """Received buffers share no memory with sent ones, or with each other, on any rank."""
     n = comm.size
-    mine = to_library(xp, np.full(64, comm.rank, dtype=np.uint8))
-    received = comm.all_gather(mine, [64] * n)
-    if not _write(mine, 99):
-        return  # the library is immutable
-    wrote = _write(received[0], 77, comm.rank)  # what arrives may be read-only
-    comm.all_gather(mine[:0], [0] * n)  # now all ranks have written
-    expected = np.repeat(np.arange(n, dtype=np.uint8), 64).reshape(n, 64)
-    if wrote:
-        expected[0, comm.rank] = 77
-    same = np.array_equal(np.stack([to_numpy(x) for x in received]), expected)
-    assert same, "what all_gather returned shares memory with what ranks sent, or got"
-    to_all = comm.all_to_all([mine] * n, [64] * n)
-    for x in to_all:
-        _write(x, 1)
-    assert set(to_numpy(mine).tolist()) == {99}, "what all_to_all returned shares memory with what was sent"
+    for size in (64, 1_100_003):  # large buffers may be sent without a copy
+        mine = to_library(xp, np.full(size, comm.rank, dtype=np.uint8))
+        received = comm.all_gather(mine, [size] * n)
+        if not _write(mine, 99):
+            return  # the library is immutable
+        wrote = _write(received[0], 77, comm.rank)  # what arrives may be read-only
+        comm.all_gather(mine[:0], [0] * n)  # now all ranks have written
+        expected = np.repeat(np.arange(n, dtype=np.uint8), size).reshape(n, size)
+        if wrote:
+            expected[0, comm.rank] = 77
+        same = np.array_equal(np.stack([to_numpy(x) for x in received]), expected)
+        assert same, f"what all_gather returned of {size} bytes shares memory with what ranks sent, or got"
+        to_all = comm.all_to_all([mine] * n, [size] * n)
+        comm.all_gather(mine[:0], [0] * n)  # now all ranks have what was sent
+        _write(mine, 98)
+        comm.all_gather(mine[:0], [0] * n)
+        same = all(np.all(to_numpy(x) == 99) for x in to_all)
+        assert same, f"what all_to_all returned of {size} bytes changes with what was sent"
+        for x in to_all:
+            _write(x, 1)
+        assert np.all(to_numpy(mine) == 98), (
+            f"what all_to_all returned of {size} bytes shares memory with what was sent"
+        )
 
 
 def _write(x: Any, value: int, index: int | None = None) -> bool:
@@ -150,17 +176,22 @@ def starts_wait_in_any_order(comm: Communicator, xp: Namespace) -> None:
     start = getattr(comm, "start", None)
     if start is None:
         return
-    sizes, pending, before = (3, 100_000, 0, 7), [], comm.bytes_sent
-    for number, size in enumerate(sizes):
-        mine = to_library(xp, np.full(size, 10 * number + comm.rank, dtype=np.uint8))
-        pending.append((number, size, start(AllGather(mine, (size,) * comm.size))))
-    for number, size, each in reversed(pending):
-        for rank, x in enumerate(each.wait()):
-            same = np.array_equal(to_numpy(x), np.full(size, 10 * number + rank, dtype=np.uint8))
-            assert same, (
-                f"of {len(sizes)} exchanges in flight, number {number} delivers wrong bytes from rank {rank}"
-            )
-    _require_counted(comm, before, sizes * (comm.size - 1), "start")
+    sizes = (3, 100_000, 0, 7)
+    for forwards in (
+        set(),
+        {r for r in range(comm.size) if r % 2},
+    ):  # ranks that wait in the order of the starts
+        pending, before = [], comm.bytes_sent
+        for number, size in enumerate(sizes):
+            mine = to_library(xp, np.full(size, 10 * number + comm.rank, dtype=np.uint8))
+            pending.append((number, size, start(AllGather(mine, (size,) * comm.size))))
+        for number, size, each in pending if comm.rank in forwards else reversed(pending):
+            for rank, x in enumerate(each.wait()):
+                same = np.array_equal(to_numpy(x), np.full(size, 10 * number + rank, dtype=np.uint8))
+                assert same, (
+                    f"of {len(sizes)} exchanges in flight, number {number} delivers wrong bytes from rank {rank}"
+                )
+        _require_counted(comm, before, sizes * (comm.size - 1), "start")
 
 
 def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:

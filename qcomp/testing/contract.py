@@ -4,12 +4,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.testing.case import Case
-from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
+from qcomp.testing.inputs import FAMILIES, drawn, sizes, vector
 from qcomp.testing.laws import FORM_LAWS, MEAN_LAWS, STATE_LAWS, VALUE_LAWS, VECTOR_LAWS
 from qcomp.testing.libraries import Namespace
 from qcomp.testing.promises import Contract
@@ -39,7 +38,7 @@ def check_compressor(
     jit : bool
         Whether to run under `jax.jit`.
     max_examples : int
-        Number of vectors that Hypothesis draws for each law.
+        Number of vectors drawn for each law.
     thorough : bool
         Whether to draw ten times as many vectors, and to search longer for the worst ones.
 
@@ -91,7 +90,7 @@ def compressor_contract(case: Case, max_examples: int = 30) -> Contract:
 
 
 def _search(case: Case, law: VectorLaw, max_examples: int) -> None:
-    """Run a law on one vector of every family, then on vectors drawn by Hypothesis."""
+    """Run a law on one vector of every family, then on drawn ones."""
     if not applies(case, law):
         return
     of_sizes = sizes(case.compressor.traits.bucket_size)
@@ -106,19 +105,8 @@ def _search(case: Case, law: VectorLaw, max_examples: int) -> None:
     for family in FAMILIES:
         for size in (7, of_sizes[-1]):
             check(vector(family, size, 0))
-
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(vectors(of_sizes))
-    def run(x: np.ndarray[Any, Any]) -> None:
+    for x in drawn(of_sizes, max_examples):
         check(x)
-
-    run()
 
 
 def _is_beyond_range(case: Case, x: np.ndarray[Any, Any]) -> bool:

@@ -19,7 +19,7 @@ _HALVES = (
     ("sparse", Key(seed=1, step=2000)),
 )
 
-__all__ = ["double_precision", "half_precision", "one_way", "shapes_and_dtypes"]
+__all__ = ["decoded_in_another_dtype", "double_precision", "half_precision", "one_way", "shapes_and_dtypes"]
 
 
 def shapes_and_dtypes(case: Case) -> None:
@@ -64,6 +64,26 @@ def double_precision(case: Case) -> None:
                 assert lost <= 4 * usual + 2.0**-20 * np.sum(x**2), (
                     f"{size} {family} values lose {lost:.3g} in float64, and {usual:.3g} in float32"
                 )
+
+
+def decoded_in_another_dtype(case: Case) -> None:
+    """A payload of float32 decompresses to the same values in float64, and one of float64 in float32, rounded."""
+    if case.jit or len(case.dtypes) < 2:
+        return
+    bucket = min(case.compressor.traits.bucket_size, 4096)
+    for size, family in product((1, 9, bucket + 3), ("gaussian", "positive", "sparse")):
+        x = vector(family, size, 12)
+        for dtype, other in (case.dtypes, case.dtypes[::-1]):
+            payload = case.compressor.compress(case.array(x, dtype), key=Key(seed=1))
+            own, found = (
+                to_numpy(case.compressor.decompress(payload, like=case.array(x, name))).astype(np.float64)
+                for name in (dtype, other)
+            )
+            worst = int(np.argmax(np.abs(own - found) - 2.0**-18 * np.abs(own).max(initial=0.0)))
+            assert abs(own[worst] - found[worst]) <= 2.0**-18 * np.abs(own).max(), (
+                f"a payload of {size} elements of {dtype} decompresses to {own[worst]:.9g} in {dtype}, and to "
+                f"{found[worst]:.9g} in {other}"
+            )
 
 
 def one_way(case: Case) -> None:

@@ -14,7 +14,14 @@ from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.means import SPECS, World, average, bits, held_by, inputs, refused
 from qcomp.testing.turns import lockstep
 
-__all__ = ["CODED", "damage_is_noticed", "over_a_communicator", "refusals", "refusals_are_shared"]
+__all__ = [
+    "CODED",
+    "damage_is_noticed",
+    "over_a_communicator",
+    "refusals",
+    "refusals_are_shared",
+    "servers_refuse_too",
+]
 
 CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
 """Its payloads vary in length."""
@@ -32,6 +39,24 @@ def refusals_are_shared(world: World) -> None:
     for spec in (*SPECS, CODED):
         for _ in refusals(world, spec):
             pass
+
+
+def servers_refuse_too(world: World) -> None:
+    """A server that can compress no mean, since its residual is not finite, stops all ranks in the same stage."""
+    for spec in (SPECS[0], CODED):
+        mean = world.mean(spec)
+        _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
+        for rank, state in enumerate(states):
+            if not any(r.size for r in state.server):
+                continue
+            bad = tuple(np.full_like(r, np.nan) for r in state.server)
+            broken = [s._replace(server=bad) if s is state else s for s in states]
+            before = _held(broken)
+            try:
+                refused(mean, world.values(1), broken, key=Key(step=1))
+            except AssertionError as error:
+                raise AssertionError(f"the server on rank {rank} refuses a mean, and {error}") from error
+            assert _held(broken) == before, "residuals were written to before all servers accepted"
 
 
 def refusals(world: World, spec: str | QSGD) -> Iterator[tuple[int, list[Exception]]]:

@@ -14,6 +14,7 @@ __all__ = [
     "adversarial",
     "at_every_scale",
     "doubles",
+    "drawn",
     "flushed",
     "rounded",
     "sizes",
@@ -154,6 +155,20 @@ def rounded(x: Vector, dtype: str) -> Vector:
     bits = np.ravel(x).view(np.uint32).astype(np.uint64)
     half = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32)
     return half.view(np.float32).reshape(x.shape)
+
+
+def drawn(of_sizes: tuple[int, ...], count: int) -> list[Vector]:
+    """Return vectors of these sizes, the same in every call: each of a family, with a few elements replaced."""
+    found = []
+    for number in range(count):
+        rng = np.random.default_rng([number, 79])
+        size = of_sizes[number % len(of_sizes)]
+        x = vector(FAMILIES[int(rng.integers(len(FAMILIES)))], size, number)
+        for index in rng.integers(0, size, int(rng.integers(5))) if size else ():
+            arbitrary = float(rng.uniform(-1, 1) * 2.0 ** rng.integers(-148, 99))
+            x[index] = arbitrary if rng.random() < 0.5 else _SPECIAL[int(rng.integers(len(_SPECIAL)))]
+        found.append(x)
+    return found
 
 
 @st.composite

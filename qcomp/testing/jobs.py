@@ -25,6 +25,7 @@ __all__ = [
     "difference",
     "gradients",
     "require_same",
+    "resumed",
 ]
 
 SHAPES = ((110, 110), (40,), (7, 5), (), (0, 3))
@@ -142,6 +143,24 @@ class Job:
         saved = self.case.optimizer.state_dict(state)
         entries = {f"parameter {name}": p for name, p in zip(NAMES, params, strict=True)} | saved
         return {key: bytes_of(value) for key, value in entries.items()}
+
+
+def resumed(
+    optimizer: Optimizer, saved: tuple[Sequence[Mapping[str, Any]], Sequence[Sequence[Vector]], int]
+) -> list[dict[str, bytes]]:
+    """Load the dicts of all ranks with their parameters on NumPy, make some steps, and return what the ranks hold."""
+    dicts, params, steps = saved
+    size = len(dicts)
+    states = lockstep(
+        [
+            optimizer.load_stages(own, list(p), rank=rank, size=size, host="one", names=NAMES)
+            for rank, (own, p) in enumerate(zip(dicts, params, strict=True))
+        ]
+    )
+    job = Job(OptimizerCase(optimizer, np), [list(p) for p in params], states)
+    for _ in range(steps):
+        job.step(job.states[0].step)
+    return job.held()
 
 
 def bytes_of(value: Any) -> bytes:

@@ -26,6 +26,7 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, Encoded, KernelSet, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import SHARED_RANK, Key
+from qcomp.testing.environments import ENVIRONMENTS
 from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_low_rank, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
@@ -172,6 +173,7 @@ def kernel_contract(
         ("matrices of low rank", lambda: check_low_rank(kernels, xp)),
         ("buffers", lambda: _check_buffers(kernels, xp)),
         ("threads", lambda: _check_threads(kernels, xp, compressors)),
+        ("environment", lambda: _check_environments(kernels, xp, compressors)),
         ("chunks", lambda: check_chunks(kernels, xp, compressors)),
     ]
     laws += [
@@ -465,6 +467,19 @@ def _check_threads(kernels: KernelSet, xp: Namespace, compressors: Sequence[Comp
         assert all(of_other == expected_other for of_other in others), (
             f"with {compressor}, a call during another thread's call has another result"
         )
+
+
+def _check_environments(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
+    """Check that bytes do not depend on the environment, for one compressor of each class."""
+    for compressor in {type(c): c for c in compressors}.values():
+        case = _Case(compressor, vector("gaussian", 2 * compressor.traits.bucket_size + 5, 63))
+        _compare(kernels, xp, case, ())
+        for name, context in ENVIRONMENTS.items():
+            try:
+                with context(2):
+                    _compare(kernels, xp, case, ())
+            except AssertionError as error:
+                raise AssertionError(f"with {name}, another {error}") from error
 
 
 def _refilled(compressor: Compressor, x: Any, other: Any) -> bool:

@@ -1,7 +1,8 @@
 """Laws about keys: each key has its own draws, and draws of different keys are independent."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
@@ -20,9 +21,26 @@ _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
 """The number of bits of each part that must affect the draws."""
 _BASE = Key(seed=1, step=2, tensor=3, rank=4)
-_STRIDES = (10, 31, 37, 100, 101, 127, 255, 257, 1000, 10_000, 10**6)
+_STRIDES = (10, 31, 37, 100, 101, 127, 255, 257, 1000, 1009, 10_000, 65_521, 10**6)
 """Factors by which a part might be multiplied to make room for another, besides the powers of two."""
+_ODD = (100, 255, 257, 999, 1000, 1001, 10_000, 65_537, 10**6, 2**53 + 1, 2**63 - 1, 2**63 + 1)
+"""Other numbers of a part, near the ends of what narrower types can hold."""
+_MIXED = (
+    ("seed", "step"),
+    ("seed", "rank"),
+    ("seed", "bucket"),
+    ("step", "rank"),
+    ("step", "tensor"),
+    ("step", "bucket"),
+    ("tensor", "bucket"),
+    ("rank", "bucket"),
+)
+"""Parts that may be mixed into one number, the second with a factor of 1."""
+_NEVER = 1e-9
+"""Probability of an event that no test sees."""
 _SIZE = 512
+_MOST_SEEDS = 50
+"""Seeds with which two keys are compared whose draws are alike: more than any chance explains."""
 _MEETINGS = 4
 """Large errors that two rows may have in the same places by chance."""
 
@@ -30,15 +48,21 @@ _MEETINGS = 4
 def key_names_the_draws(case: Case) -> None:
     """Each part of the key changes the draws of a random compressor; other compressors ignore the key."""
     random = case.compressor.traits.random
+    # Few draws may be alike by chance, but not with all seeds: one coin has two outcomes.
+    seeds = range(_MOST_SEEDS if random else 3)
     for size in (_SIZE, 5000):
         x = vector("gaussian", size, 3)
-        bases = _with_other_seeds(_BASE)
-        references = [case.compress(x, key=base).data for base in bases]
+        references = {seed: case.compress(x, key=_with_other_seed(_BASE, seed)).data for seed in range(3)}
         for part in _PARTS:
             for value in (64, 2**12):
-                keys = _with_other_seeds(_BASE._replace(**{part: value}))
-                pairs = zip(keys, references, strict=True)
-                differs = any(case.compress(x, key=key).data != reference for key, reference in pairs)
+                key = _BASE._replace(**{part: value})
+                differs = False
+                for seed in seeds:
+                    if seed not in references:
+                        references[seed] = case.compress(x, key=_with_other_seed(_BASE, seed)).data
+                    if case.compress(x, key=_with_other_seed(key, seed)).data != references[seed]:
+                        differs = True
+                        break
                 assert differs == random, (
                     f"another {part} in the key {'does not change' if random else 'changes'} the payload"
                 )
@@ -49,60 +73,97 @@ def no_key_repeats(case: Case) -> None:
     if not case.compressor.traits.random:
         return
     plain = case.plain
-    vectors = [vector("gaussian", _SIZE + 8 * i, 12 + i) for i in range(3)]
-    arrays = [plain.array(x) for x in vectors]
+    bucket = plain.compressor.traits.bucket_size
+    length = max(_SIZE, 4 * bucket) if bucket <= _SIZE else _SIZE
+    arrays = [plain.array(vector("gaussian", length + 8 * i, 12 + i)) for i in range(3)]
 
-    def data(key: Key, index: int) -> bytes:
-        return to_numpy(
-            plain.compressor.compress(arrays[index], key=_with_other_seeds(key)[index]).data
-        ).tobytes()
+    def data(key: Key, number: int) -> bytes:
+        """Return a payload; the numbers of a key are those of other vectors if these tell, else of other seeds."""
+        own = key if vectors_tell else _with_other_seed(key, number)
+        return to_numpy(plain.compressor.compress(arrays[number % 3], key=own).data).tobytes()
 
-    seen: dict[bytes, Key] = {}
-    for key in _keys(plain.compressor.traits.bucket_size):
-        found = data(key, 0)
-        earlier = seen.setdefault(found, key)
+    vectors_tell = _buckets_tell(plain, length)
+    alone, together = (1, 3) if vectors_tell else _seeds_that_tell(data)
+    seen: dict[tuple[bytes, ...], Key] = {}
+    for key in dict.fromkeys(_all_keys(bucket, thorough=alone < 4)):
+        earlier = seen.setdefault(tuple(data(key, number) for number in range(alone)), key)
         if earlier == key:
             continue
-        same = all(data(key, index) == data(earlier, index) for index in (1, 2))
+        same = all(data(key, number) == data(earlier, number) for number in range(alone, together))
         assert not same, f"{key} and {earlier} have the same draws"
     _check_buckets(plain)
 
 
-def _with_other_seeds(key: Key) -> list[Key]:
-    """Return a key, and the same with other seeds: few draws are alike by chance, but not with all seeds."""
-    return [key._replace(seed=(key.seed + (i << 40)) % 2**64) for i in range(3)]
+def _buckets_tell(case: Case, length: int) -> bool:
+    """Return whether unrelated keys never give a vector of this length the same result, bucket for bucket."""
+    bucket = case.compressor.traits.bucket_size
+    count = length // bucket
+    if not count:
+        return False
+    x = vector("gaussian", count * bucket, 12)
+    keys = [Key(seed=2000 + number, step=number) for number in range(40)]
+    rows = np.asarray([case.decoded(x, key).reshape(count, bucket) for key in keys])
+    alike = [np.all(rows[one] == rows[other], axis=1).mean() for one, other in combinations(range(40), 2)]
+    # Of 780 pairs none may be alike by chance.
+    return bool(max(float(np.mean(alike)), 1 / 260) ** count < _NEVER)
 
 
-def _keys(bucket_size: int) -> Iterator[Key]:
-    """Yield distinct keys: every bit of each part, the first numbers of each, and grids over pairs of parts."""
-    made: set[Key] = set()
-    for key in _all_keys(bucket_size):
-        if key not in made:
-            made.add(key)
-            yield key
+def _seeds_that_tell(data: Callable[[Key, int], bytes]) -> tuple[int, int]:
+    """Return with how many seeds two keys of a thousand are hardly ever alike by chance, and never."""
+    results = Counter(data(Key(seed=1000 + number, step=number), 0) for number in range(64))
+    alike = sum(count * (count - 1) for count in results.values()) / (64 * 63)
+    bits = min(-math.log2(alike), 12.0) if 0 < alike < 1 else 12.0 if not alike else 1.0
+    return max(1, round(24 / bits) - 1), max(3, round(_MOST_SEEDS / bits))
 
 
-def _all_keys(bucket_size: int) -> Iterator[Key]:
+def _with_other_seed(key: Key, number: int) -> Key:
+    """Return a key with another seed; number 0 returns the key."""
+    return key._replace(seed=(key.seed + (number << 40)) % 2**64)
+
+
+def _all_keys(bucket_size: int, *, thorough: bool) -> Iterator[Key]:
+    """Yield keys: every bit of each part, the first numbers of each, and grids over pairs of parts."""
     room = max(0, 32 - (bucket_size // 8).bit_length())  # lanes are counted in 32 bits
     for part in _PARTS:
-        for bit in range(_BITS.get(part, min(room, 24))):
+        bits = _BITS.get(part, min(room, 24))
+        for bit in range(bits):
             yield _BASE._replace(**{part: 1 << bit})
         count = {"step": 80, "rank": 40, "bucket": 40}.get(part, 10)
-        for number in range(count):
-            yield _BASE._replace(**{part: number})
-        for number in (100, 255, 257, 999, 1000, 1001, 10_000, 65_537, 10**6):
-            if part == "bucket" and number >= 1 << room:
-                continue
-            yield _BASE._replace(**{part: number})
-    for part, bits in _BITS.items():  # parts that are packed into one number must not carry into each other
+        for number in (*range(count), *_ODD):
+            if number < 1 << bits:
+                yield _BASE._replace(**{part: number})
+    for part, bits in _BITS.items():
+        # Parts that are packed into one number must not carry into each other.
         for more in [*_STRIDES, *(1 << bit for bit in range(min(bits, 25)))]:
             yield _BASE._replace(**{part: getattr(_BASE, part) + more})
+        for number in (
+            1,
+            2,
+            5,
+            2**24 + 1,
+        ):  # a signed number must not lose its sign, nor its last bits as a float
+            yield _BASE._replace(**{part: (1 << bits) - number})
+            yield _BASE._replace(**{part: (1 << bits - 1) + number})
     for first, second in combinations(_PARTS, 2):
         for a in range(3):
             for b in range(3):
                 yield Key(**{first: a, second: b})
     yield _BASE._replace(rank=SHARED_RANK)
-    yield _BASE._replace(seed=2**64 - 1)
+    if thorough:
+        yield from _more_keys()
+
+
+def _more_keys() -> Iterator[Key]:
+    """Yield keys that meet if two parts are mixed into one number, or one becomes a digest of 16 bits."""
+    for first, second in _MIXED:
+        # One is multiplied by some number: (1, i) and (0, 60 j) meet for each up to 60 * 60.
+        for number in range(61):
+            yield Key(**{"seed": 7, first: 1, second: number})
+            yield Key(**{"seed": 7, first: 0, second: 60 * number})
+    rng = np.random.default_rng(18)
+    for part in ("seed", "step"):
+        for number in rng.integers(0, 2**64, 500, dtype=np.uint64):
+            yield _BASE._replace(**{part: int(number)})
 
 
 def _check_buckets(case: Case) -> None:
@@ -153,10 +214,11 @@ def _require_independent(plain: Case) -> None:
     if not np.any(usual):
         return
     mean, deviation = float(usual.mean()), float(usual.std())
+    by_chance_after_shifts = _largest_after_shifts(results[:24] - centre, x)
     for part in _PARTS:
         values = [*range(12), 64, 128, 1000, 1001] if part != "bucket" else list(range(0, 16 * 4096, 4096))
         errors = np.asarray([plain.decoded(x, _BASE._replace(**{part: v})) for v in values]) - centre
-        _check_shifts(errors, x, part)
+        _check_shifts(errors, x, part, by_chance_after_shifts)
         found = _correlations(errors)
         pairs = found - mean
         pairs[np.tril_indices(len(values))] = 0.0
@@ -175,11 +237,26 @@ def _require_independent(plain: Case) -> None:
         )
 
 
-def _check_shifts(errors: Array, x: Array, part: str) -> None:
+def _check_shifts(errors: Array, x: Array, part: str, by_chance: float) -> None:
     """Check that no row of errors is correlated with the next one after a shift by any number of elements.
 
-    The deviation by chance is that over all shifts. Vectors with few large errors correlate by chance, so they pass.
+    The deviation by chance is that over all shifts, or the largest correlation under unrelated keys: few draws for all
+    elements are alike by chance. Vectors with few large errors correlate by chance too, so they pass.
     """
+    for found, shift in _after_shifts(errors, x):
+        most = max(0.3, 1.5 * by_chance, 8 * float(found.std()))
+        assert abs(found[shift]) < most, (
+            f"the errors of {part}s that follow each other are alike after a shift by {shift} elements, with "
+            f"correlation {found[shift]:.2g}: they share draws"
+        )
+
+
+def _largest_after_shifts(errors: Array, x: Array) -> float:
+    return max((float(abs(found[shift])) for found, shift in _after_shifts(errors, x)), default=0.0)
+
+
+def _after_shifts(errors: Array, x: Array) -> Iterator[tuple[Array, int]]:
+    """Yield the correlations of each row with the next one after every shift, and the shift with the largest."""
     of_magnitudes = errors * np.sign(x)  # an error may depend on the draw with the sign of its element
     for signed in (errors, of_magnitudes):
         wide = _width(signed) >= 200
@@ -188,11 +265,7 @@ def _check_shifts(errors: Array, x: Array, part: str) -> None:
         for row in np.flatnonzero(wide[:-1] & wide[1:]):
             products = np.fft.irfft(spectra[row] * np.conj(spectra[row + 1]), x.size)
             found = products / (norms[row] * norms[row + 1])
-            shift = int(np.argmax(np.abs(found)))
-            assert abs(found[shift]) < max(0.3, 8 * float(found.std())), (
-                f"the errors of {part}s that follow each other are alike after a shift by {shift} elements, with "
-                f"correlation {found[shift]:.2g}: they share draws"
-            )
+            yield found, int(np.argmax(np.abs(found)))
 
 
 def _check_neighbours(case: Case) -> None:

@@ -6,6 +6,7 @@ A law that does not apply to the compressor's traits passes.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,13 @@ from qcomp.core.numeric.buckets import blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.testing.case import Case
-from qcomp.testing.dtype_laws import double_precision, half_precision, one_way, shapes_and_dtypes
+from qcomp.testing.dtype_laws import (
+    decoded_in_another_dtype,
+    double_precision,
+    half_precision,
+    one_way,
+    shapes_and_dtypes,
+)
 from qcomp.testing.form_laws import (
     fields_as_announced,
     identity_of_configuration,
@@ -33,10 +40,12 @@ from qcomp.testing.libraries import has_dtype, to_numpy
 from qcomp.testing.memory_laws import any_layout, nothing_is_shared, pure, results_into_buffers
 from qcomp.testing.moment_laws import unbiased, unbiased_at_every_size, unbiased_to_the_last_draw
 from qcomp.testing.payload_laws import damaged_payload_is_an_error, payload_size
+from qcomp.testing.size_laws import large_vectors
 from qcomp.testing.state_laws import (
     independent_of_calls,
     independent_of_the_environment,
     independent_of_threads,
+    same_in_another_process,
 )
 from qcomp.testing.vector_laws import VECTOR_LAWS, extreme_draws
 from qcomp.testing.worst_cases import contraction, variance_bound
@@ -44,6 +53,9 @@ from qcomp.testing.worst_cases import contraction, variance_bound
 __all__ = ["FORM_LAWS", "LAWS", "MEAN_LAWS", "STATE_LAWS", "VALUE_LAWS", "VECTOR_LAWS"]
 
 Vector = np.ndarray[Any, Any]
+
+_BESIDE_PADDING = 0.1
+"""Loss of a tail whose last element shares a code with padding; a lost element loses more."""
 
 
 def _sizes(case: Case) -> tuple[int, ...]:
@@ -91,12 +103,12 @@ def cut_at_buckets(case: Case) -> None:
     for size, cut in sorted(sizes_and_cuts):
         for dtype in case.dtypes:
             for first in (0, 5):
-                _require_same_when_cut(case, size, cut, dtype, first)
-    for size, cut in _more_cuts(bucket):
-        _require_same_when_cut(case.plain.on_numpy, size, cut)
+                _require_same_when_cut(case, size, cut, dtype=dtype, first=first)
+    for size, *cuts in _more_cuts(bucket):
+        _require_same_when_cut(case.plain.on_numpy, size, *cuts)
 
 
-def _more_cuts(bucket: int) -> Iterator[tuple[int, int]]:
+def _more_cuts(bucket: int) -> Iterator[tuple[int, ...]]:
     """Yield sizes and cuts of other tails, of as many buckets as code may treat at once, and of a large vector."""
     if bucket <= 4096:
         for tail in sorted({*range(1, 34), bucket // 4, bucket // 2 + 2}):
@@ -106,19 +118,20 @@ def _more_cuts(bucket: int) -> Iterator[tuple[int, int]]:
             if count > 1 and count * bucket <= 1 << 18:
                 yield count * bucket, 1
     large = 1 << 20
-    yield large + 7 * bucket + bucket // 2 + 3, large // (2 * bucket) + 1
+    size = large + 7 * bucket + bucket // 2 + 3
+    yield size, large // (2 * bucket) + 1, size // bucket - 1  # the last piece is as short as in other laws
 
 
-def _require_same_when_cut(case: Case, size: int, cut: int, dtype: str = "float32", first: int = 0) -> None:
+def _require_same_when_cut(case: Case, size: int, *cuts: int, dtype: str = "float32", first: int = 0) -> None:
     bucket = case.compressor.traits.bucket_size
     x = vector("gaussian", size, 5).astype(dtype)
     key = Key(seed=1, step=1, rank=1, bucket=first)
     whole = case.decoded(x, key)
-    head = case.decoded(x[: cut * bucket], key)
-    tail = case.decoded(x[cut * bucket :], key.at(bucket=first + cut))
-    assert np.concatenate([head, tail]).tobytes() == whole.tobytes(), (
-        f"cut after {cut} bucket(s), {size} elements of {dtype} decompress to something else"
-    )
+    for start, stop in pairwise((0, *cuts, -(-size // bucket))):
+        part = slice(start * bucket, stop * bucket)
+        assert case.decoded(x[part], key.at(bucket=first + start)).tobytes() == whole[part].tobytes(), (
+            f"cut after {' and '.join(map(str, cuts))} bucket(s), {size} elements of {dtype} are something else"
+        )
 
 
 def padding_never_leaks(case: Case) -> None:
@@ -144,22 +157,39 @@ def _require_padding_without_effect(case: Case) -> None:
         slack = 1e-3 if case.compressor.traits.unbiased else 1e-7  # another law checks the bias
         full = max(_loss(case, vector(family, bucket * copies, 32), calls=4) for copies in (1, 2, 3))
         for size in sorted({1, 3, 5, 7, 9, 12, 17, bucket // 2 + 1, bucket - 1}):
-            if size >= bucket:
-                continue
-            for before in (0, 2 * bucket):
-                x = vector(family, bucket + size, 33)
-                x = (
-                    np.concatenate([x[:before], x[:size]])
-                    if before <= x.size
-                    else np.concatenate([x[:bucket], x[:bucket], x[:size]])
-                )
-                lost = _loss(case, x, calls=4, last=size)
-                if lost > 4 * full + slack:
-                    lost = _loss(case, x, calls=200, last=size)
-                assert lost <= 4 * full + slack, (
-                    f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values "
-                    f"{full:.3g}: padding affects the result"
-                )
+            if size < bucket:
+                for before in (0, 2 * bucket):
+                    _require_tail_as_good(case, family, size, before, full=full, limit=4 * full + slack)
+
+
+def _require_tail_as_good(
+    case: Case, family: str, size: int, before: int, *, full: float, limit: float
+) -> None:
+    """Check that a tail loses no more than full buckets do.
+
+    Elements that share a code may have padding beside them, so the last few may lose up to `_BESIDE_PADDING`.
+    """
+    values = vector(family, case.compressor.traits.bucket_size + size, 33)
+    x = np.concatenate([*(values[: before // 2] for _ in range(2)), values[:size]])
+    beside = min(7, size // 2)
+
+    def losses(calls: int) -> tuple[float, float]:
+        whole = _loss(case, x, calls=calls, last=size)
+        return whole, _loss(case, x, calls=calls, last=size, but=beside) if whole > limit else 0.0
+
+    lost, but_the_last = losses(4)
+    if lost > limit:
+        lost, but_the_last = losses(200)
+    if lost <= limit or (but_the_last <= limit and lost <= _BESIDE_PADDING):
+        return
+    decoded = case.decoded(x, Key(seed=34))[x.size - size :]
+    worst = int(np.argmax(np.abs(decoded - values[:size])))
+    where = "the last ones" if but_the_last <= limit else "all elements"
+    raise AssertionError(
+        f"a tail of {size} {family} values loses {lost:.3g} of ||v||^2, full buckets of such values {full:.3g}: "
+        f"{where} suffer, such as element {worst} of the tail, {values[worst]:.6g}, which becomes "
+        f"{decoded[worst]:.6g}. Does padding enter a scale, or is an element lost?"
+    )
 
 
 def _require_zero_codes(compressor: BucketedCompressor, size: int) -> None:
@@ -174,12 +204,19 @@ def _require_zero_codes(compressor: BucketedCompressor, size: int) -> None:
     )
 
 
-def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None) -> float:
-    """Return the mean of ||C(v) - v||^2 / ||v||^2 over some draws, for all or only for the last elements."""
-    part = slice(None) if last is None else slice(x.size - last, None)
+def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None, but: int = 0) -> float:
+    """Return the mean of ||C(v) - v||^2 / ||v||^2 over some draws, for all or only for the last elements.
+
+    ``but`` leaves out as many elements at the end.
+    """
+    part = slice(0 if last is None else x.size - last, x.size - but)
     v = x.astype(np.float64)
-    count = calls if case.compressor.traits.random else 1
-    lost = [np.sum((case.decoded(x, Key(seed=34, step=step)) - v)[part] ** 2) for step in range(count)]
+    lost = []
+    for step in range(calls if case.compressor.traits.random else 1):
+        decoded = case.decoded(x, Key(seed=34, step=step))
+        bad = np.flatnonzero(~np.isfinite(decoded))
+        assert not bad.size, f"element {bad[0]} of {x.size}, {x[bad[0]]:.6g}, becomes {decoded[bad[0]]}"
+        lost.append(np.sum((decoded - v)[part] ** 2))
     return float(np.mean(lost) / np.sum(v[part] ** 2))
 
 
@@ -326,11 +363,13 @@ STATE_LAWS: tuple[Law, ...] = (
     any_layout,
     nothing_is_shared,
     results_into_buffers,
+    same_in_another_process,
 )
 """Laws about what a result depends on, and what a call leaves behind. Laws that compare results rely on them."""
 
 VALUE_LAWS: tuple[Law, ...] = (
     one_way,
+    decoded_in_another_dtype,
     double_precision,
     half_precision,
     same_when_flat,
@@ -351,6 +390,7 @@ MEAN_LAWS: tuple[Law, ...] = (
     draws_are_independent,
     contraction,
     variance_bound,
+    large_vectors,
     unbiased_to_the_last_draw,
     unbiased_at_every_size,
     unbiased,

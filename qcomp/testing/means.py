@@ -11,7 +11,8 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.nodes import Nodes
-from qcomp.core.mean.topologies.registry import topology
+from qcomp.core.mean.topologies.base import Topology
+from qcomp.core.mean.topologies.registry import register, topology
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.registry import compressor as from_spec
@@ -29,6 +30,8 @@ __all__ = [
     "draws_of",
     "held_by",
     "inputs",
+    "means_of",
+    "of_registered",
     "owed",
     "refused",
     "require_sum_identity",
@@ -129,6 +132,23 @@ def average(
     results = lockstep([mean.stages(x, s, key=key, **options) for x, s in zip(values, states, strict=True)])
     assert len({bits(means) for means, _ in results}) == 1, "the ranks hold different means"
     return Outcome(results[0][0], [state for _, state in results])
+
+
+def means_of(world: World, inputs_of: Sequence[tuple[str, int]]) -> list[bytes]:
+    """Return the bytes of means and residuals, for compressors and steps."""
+    found = []
+    for spec, step in inputs_of:
+        mean = world.mean(spec)
+        values = world.values(step)
+        means, states = average(mean, values, world.start(mean, values[0]), Key(seed=5, step=step))
+        found.append(b"|".join([bits(means), *map(held_by, states)]))
+    return found
+
+
+def of_registered(topology: Topology, arguments: tuple[World, Sequence[tuple[str, int]]]) -> list[bytes]:
+    """Return `means_of` in a process that does not know the topology yet."""
+    register(topology)
+    return means_of(*arguments)
 
 
 def refused(

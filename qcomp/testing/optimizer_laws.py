@@ -14,6 +14,7 @@ from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
+from qcomp.testing.environments import in_another_process
 from qcomp.testing.jobs import (
     NAMES,
     SHAPES,
@@ -25,6 +26,7 @@ from qcomp.testing.jobs import (
     difference,
     gradients,
     require_same,
+    resumed,
 )
 from qcomp.testing.libraries import to_numpy
 from qcomp.testing.turns import lockstep
@@ -33,7 +35,9 @@ __all__ = [
     "against_the_gradient",
     "another_world_goes_on",
     "compresses_soon",
+    "counts_are_kept",
     "donation_changes_nothing",
+    "goes_on_in_another_process",
     "keeps_no_gradients",
     "only_results_are_new",
     "over_a_communicator",
@@ -196,6 +200,44 @@ def saved_after_any_step(case: OptimizerCase) -> None:
         for step in range(stop, min(stop + 2, STEPS)):
             job.step(step)
             require_same(job, case.whole_run[step + 1], f"saved after {stop} steps, after {step + 1}")
+
+
+def goes_on_in_another_process(case: OptimizerCase) -> None:
+    """A job that is saved goes on alike in a fresh process with another hash seed, date, host and environment."""
+    on_numpy = OptimizerCase(case.optimizer, np)
+    for saved in (case.whole_run[0], case.whole_run[STEPS // 2]):
+        dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]
+        params = [[to_numpy(p) for p in of_rank] for of_rank in saved.params]
+        found = in_another_process(case.optimizer, "qcomp.testing.jobs:resumed", (dicts, params, 3))
+        expected = resumed(on_numpy.optimizer, (dicts, params, 3))
+        for rank, (one, other) in enumerate(zip(found or expected, expected, strict=True)):
+            key = difference(one, other)
+            where = f"saved after {saved.states[0].step} steps, and going on in another process"
+            assert key is None, f"{where}, {key!r} of rank {rank} differs"
+
+
+def counts_are_kept(case: OptimizerCase) -> None:
+    """Large numbers of completed and skipped steps are counted on, saved and loaded."""
+    last = case.whole_run[-1]
+    for step, skipped in ((255, 3), (65_535, 300), (2**31 - 1, 1), (2**32, 70_000)):
+        states = [s._replace(step=step, skipped=skipped) for s in last.states]
+        job = Job(case, list(last.params), states)
+        dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in states]
+        loaded = lockstep(
+            [
+                case.optimizer.load_stages(own, p, rank=rank, size=2, host="one", names=NAMES)
+                for rank, (own, p) in enumerate(zip(dicts, last.params, strict=True))
+            ]
+        )
+        found = [(s.step, s.skipped) for s in loaded]
+        assert found == [(step, skipped)] * 2, (
+            f"states of {step} completed and {skipped} skipped steps load as {found}"
+        )
+        job.step(STEPS)
+        found = [(s.step, s.skipped) for s in job.states]
+        assert found == [(step + 1, skipped)] * 2, (
+            f"a step after {step} completed and {skipped} skipped ones counts {found}"
+        )
 
 
 def _through_a_file(saved: Mapping[str, Any]) -> dict[str, Any]:

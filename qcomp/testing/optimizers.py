@@ -25,6 +25,8 @@ _LAWS: tuple[tuple[_Law, ...], ...] = (
         optimizer_laws.keeps_no_gradients,
         optimizer_laws.donation_changes_nothing,
         optimizer_laws.saved_after_any_step,
+        optimizer_laws.counts_are_kept,
+        optimizer_laws.goes_on_in_another_process,
         optimizer_laws.another_world_goes_on,
         optimizer_laws.refusals_are_shared,
         optimizer_laws.starts_alike,
@@ -47,10 +49,10 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     """Check that an optimizer keeps the promises of `qcomp.Optimizer`.
 
     All ranks hold the same after each of twelve steps. Arguments are not written to. A job that is saved after any step
-    goes on with the same bits; on more or fewer ranks it goes on with its moments and residuals, or all refuse it. A
-    non-finite gradient stops all ranks and changes nothing. Ranks that were not started alike raise. Donation changes
-    nothing. SGD adds later what compression has lost. The shared settings (rate and schedule, groups, weight decay,
-    clipping, seed) have the effects that `qcomp.Optimizer` describes.
+    goes on with the same bits, in another process too; on more or fewer ranks it goes on with its moments and
+    residuals, or all refuse it. A non-finite gradient stops all ranks and changes nothing. Ranks that were not started
+    alike raise. Donation changes nothing. SGD adds later what compression has lost. The shared settings (rate and
+    schedule, groups, weight decay, clipping, seed) have the effects that `qcomp.Optimizer` describes.
 
     Parameters
     ----------

@@ -1,22 +1,16 @@
 """Laws about state: a result depends only on vector, key and configuration."""
 
-import builtins
 import copy
-import os
-import platform
 import random
-import socket
 import sys
 import sysconfig
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -25,6 +19,7 @@ from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.case import Case
+from qcomp.testing.environments import ENVIRONMENTS, in_another_process
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import to_numpy
 
@@ -35,6 +30,7 @@ __all__ = [
     "independent_of_the_environment",
     "independent_of_threads",
     "interrupted",
+    "same_in_another_process",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -42,6 +38,8 @@ Results = list[tuple[bytes, bytes]]
 
 _SIZE_OF_INTERRUPTED = 5000
 """Elements of the vectors of concurrent calls: enough for code that treats larger vectors in another way."""
+_HELD = 70
+"""Payloads that are kept at the same time: more than a small ring of buffers holds."""
 _VISITS = 2
 """Interruptions of a line."""
 _MOST_INTERRUPTIONS = 400
@@ -112,6 +110,7 @@ def independent_of_calls(case: Case) -> None:
         _compare(expected, _results(case, (size,)), (size,), "in another order of calls")
     for size in (9, 1000):
         _require_no_memory(case, size)
+    _require_lasting_payloads(case)
 
 
 def _require_no_memory(case: Case, size: int) -> None:
@@ -126,6 +125,7 @@ def _require_no_memory(case: Case, size: int) -> None:
     assert again == decoded, (
         f"after another compress, a payload of {size} elements decompresses to something else"
     )
+    _require_alike_in_any_order(case, size)
     if is_mutable(x):
         data = to_numpy(case.compressor.compress(other, key=key).data).tobytes()
         case.compressor.compress(x, key=key)
@@ -134,6 +134,36 @@ def _require_no_memory(case: Case, size: int) -> None:
         assert changed == data, (
             f"an array of {size} elements with new values gives the payload of its old ones"
         )
+
+
+def _require_alike_in_any_order(case: Case, size: int) -> None:
+    """Check that vectors of consecutive steps give the same payloads forwards and backwards."""
+    steps = [
+        (case.array(vector(family, size, 21)), Key(seed=1, step=step, rank=1))
+        for step, family in enumerate(("positive", "gaussian", "heavy", "small", "sparse", "gaussian"))
+    ]
+
+    def payloads(order: list[tuple[Any, Key]]) -> list[bytes]:
+        return [to_numpy(case.compressor.compress(x, key=key).data).tobytes() for x, key in order]
+
+    assert payloads(steps) == payloads(steps[::-1])[::-1], (
+        f"in another order of steps, vectors of {size} elements give other payloads"
+    )
+
+
+def _require_lasting_payloads(case: Case) -> None:
+    """Check that payloads and results keep their values while many others are made."""
+    made = []
+    for number in range(_HELD):
+        x = case.array(vector("gaussian", 40, number))
+        payload = case.compressor.compress(x, key=Key(seed=1, step=number))
+        decoded = case.compressor.decompress(payload, like=x)
+        made.append((payload, x, decoded, to_numpy(payload.data).tobytes(), to_numpy(decoded).tobytes()))
+    for payload, x, decoded, data, values in made:
+        later = to_numpy(payload.data).tobytes(), to_numpy(decoded).tobytes()
+        assert later == (data, values), f"a payload or a result changes while {_HELD} others are made"
+        again = to_numpy(case.compressor.decompress(payload, like=x)).tobytes()
+        assert again == values, f"a payload decompresses to something else after {_HELD} others"
 
 
 def _poison() -> None:
@@ -243,9 +273,9 @@ def independent_of_the_environment(case: Case) -> None:
         _compare(results[0], results[1], sizes, why)
 
     try:
-        compare(_ENVIRONMENTS.values(), "in another environment")
+        compare(ENVIRONMENTS.values(), "in another environment")
     except AssertionError:
-        for name, context in _ENVIRONMENTS.items():
+        for name, context in ENVIRONMENTS.items():
             compare([context], f"with {name}")
         raise
     states = _generator_states()
@@ -272,123 +302,27 @@ def _generator_states() -> dict[str, Any]:
     return states
 
 
-@contextmanager
-def _generators(number: int) -> Iterator[None]:
-    """Seed the global generators."""
-    before, before_numpy = random.getstate(), np.random.get_state()
-    torch = sys.modules.get("torch")
-    before_torch = None if torch is None else torch.get_rng_state()
-    random.seed(number)
-    np.random.seed(number)
-    if torch is not None:
-        torch.manual_seed(number)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(before_numpy)
-        if torch is not None:
-            torch.set_rng_state(before_torch)
+def same_in_another_process(case: Case) -> None:
+    """A fresh process with another hash seed, date, host, number of processors and environment gives the same payloads.
 
-
-@contextmanager
-def _hash_seed(number: int) -> Iterator[None]:
-    """Make `hash` return other numbers for strings, as in a process with another hash seed."""
-    real = builtins.hash
-
-    def salted(value: Any) -> int:
-        if isinstance(value, str | bytes):
-            return real((number, real(value)))
-        return real(tuple(map(salted, value))) if isinstance(value, tuple) else real(value)
-
-    with mock.patch.object(builtins, "hash", salted):
-        yield
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Simulate another number of processors and threads."""
-    count = 3 * number - 2
-    torch = sys.modules.get("torch")
-    before = None if torch is None else torch.get_num_threads()
-    with ExitStack() as stack:
-        for name in ("cpu_count", "process_cpu_count"):
-            if hasattr(os, name):
-                stack.enter_context(mock.patch.object(os, name, return_value=count))
-        if hasattr(os, "sched_getaffinity"):
-            processors = set(range(count))
-            stack.enter_context(mock.patch.object(os, "sched_getaffinity", return_value=processors))
-        stack.enter_context(mock.patch.object(threading, "active_count", return_value=count))
-        if torch is not None:
-            torch.set_num_threads(number)
-        try:
-            yield
-        finally:
-            if torch is not None:
-                torch.set_num_threads(before)
-
-
-@contextmanager
-def _variables(number: int) -> Iterator[None]:
-    """Simulate other environment variables, program arguments and another process id."""
-    names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "OMP_NUM_THREADS",
-        "PYTHONHASHSEED",
-        "SEED",
-        "HOSTNAME",
-        "USER",
+    It also decompresses the payloads of this process, before it compresses anything. Classes that no other process can
+    import, such as those of a notebook, are not tried.
+    """
+    if case.jit:
+        return
+    inputs = []
+    for number, size in enumerate((1, 9, *_sizes(case)[3:5], 5000, 5000, 5000, 70_001)):
+        for dtype in case.dtypes:
+            x, key = vector("gaussian", size, number).astype(dtype), Key(seed=1, step=number, rank=1)
+            payload = case.on_numpy.compressor.compress(x, key=key)
+            inputs.append((x, key, payload, case.compressor.decompress(payload, like=x).tobytes()))
+    found = in_another_process(
+        case.compressor,
+        ":compress_and_decompress",
+        [(x, key, payload.data.tobytes()) for x, key, payload, _ in reversed(inputs)],
+        spec=case.compressor.spec,
     )
-    with (
-        mock.patch.dict(os.environ, {name: str(number) for name in names}),
-        mock.patch.object(os, "getpid", return_value=1000 + number),
-        mock.patch.object(sys, "argv", ["program", str(number)]),
-    ):
-        yield
-
-
-@contextmanager
-def _thread(number: int) -> Iterator[None]:
-    """Give this thread another name."""
-    thread = threading.current_thread()
-    before = thread.name
-    thread.name = f"worker-{number}"
-    try:
-        yield
-    finally:
-        thread.name = before
-
-
-@contextmanager
-def _host(number: int) -> Iterator[None]:
-    """Give the host another name."""
-    name = f"host-{number}"
-    with (
-        mock.patch.object(socket, "gethostname", return_value=name),
-        mock.patch.object(platform, "node", return_value=name),
-    ):
-        yield
-
-
-@contextmanager
-def _day(number: int) -> Iterator[None]:
-    """Set the clock to another day; `datetime.date.today` reads it by `time.time`."""
-    seconds = 10**9 + 100_003 * number
-    with (
-        mock.patch.object(time, "time", return_value=float(seconds)),
-        mock.patch.object(time, "time_ns", return_value=seconds * 10**9),
-    ):
-        yield
-
-
-_ENVIRONMENTS: dict[str, Any] = {
-    "another seed of the global generators": _generators,
-    "another hash seed": _hash_seed,
-    "another number of threads": _threads,
-    "other environment variables": _variables,
-    "another name of the thread": _thread,
-    "another name of the host": _host,
-    "another date": _day,
-}
+    for (x, _, payload, decoded), (data, there) in zip(reversed(inputs), found or ()):  # noqa: B905 - or nothing
+        what = f"{x.size} elements of {x.dtype}"
+        assert there == decoded, f"in another process, a payload of {what} decompresses to another vector"
+        assert data == payload.data.tobytes(), f"in another process, {what} become another payload"

@@ -58,10 +58,10 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
     """Return the laws about a topology."""
     register(topology)
     worlds = worlds_of(topology, thorough=thorough)
-    many = World(topology.name, tuple(range(17)))
+    many = [World(topology.name, tuple(range(size))) for size in (7, 17)]
     groups: list[Sequence[Attempt]] = [
         [
-            (law.__name__, partial(_in_each, law, [*worlds, many] if law in OF_MANY_RANKS else worlds))
+            (law.__name__, partial(_in_each, law, [*worlds, *many] if law in OF_MANY_RANKS else worlds))
             for law in group
         ]
         for group in TOPOLOGY_LAWS

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qcomp.core.compressors import QSGD, Identity, ScaledSign
+from qcomp.core.compressors import QSGD, Cast, Identity, MinMaxUInt8, ScaledSign
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Cluster, Link, Load
@@ -21,7 +21,13 @@ from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.registry import topology
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
-from qcomp.testing.failure_laws import damage_is_noticed, over_a_communicator, refusals_are_shared
+from qcomp.testing.environments import in_another_process
+from qcomp.testing.failure_laws import (
+    damage_is_noticed,
+    over_a_communicator,
+    refusals_are_shared,
+    servers_refuse_too,
+)
 from qcomp.testing.means import (
     SHAPES,
     SPECS,
@@ -31,6 +37,7 @@ from qcomp.testing.means import (
     draws_of,
     held_by,
     inputs,
+    means_of,
     require_sum_identity,
 )
 from qcomp.testing.turns import bytes_to_others, lockstep, watched
@@ -404,6 +411,60 @@ def costs_count_what_happens(world: World) -> None:
         )
 
 
+def each_tensor_has_its_compressor(world: World) -> None:
+    """With a compressor for each tensor, each is averaged with its own: exactly, or with the loss of its compressor."""
+    shapes = ((33,), (170,), (50,), (4, 10))
+    chosen = (ScaledSign(bucket_size=16), Identity(), MinMaxUInt8(bucket_size=16), Cast())
+    for order in (1, -1):
+        mean = CompressedMean(chosen[::order], world.topology, feedback=False)
+        values = world.values(0, shapes=shapes)
+        means, _ = average(mean, values, world.start(mean, values[0]), Key(step=1))
+        for i, (c, got) in enumerate(zip(chosen[::order], means, strict=True)):
+            off = float(np.abs(got - sum(v[i].astype(np.float64) for v in values) / world.size).max())
+            most = _MOST_OFF.get(type(c))
+            assert most is None or off <= most * (world.size + 2), (
+                f"tensor {i}, which is compressed by {c.spec}, is off by {off:.3g}: others have other compressors"
+            )
+            assert most is not None or off > 0.05 or world.is_exact, (
+                f"tensor {i} should be compressed by {c.spec}, and is off by {off:.3g} only"
+            )
+
+
+_MOST_OFF: dict[type, float] = {Identity: 1e-6, MinMaxUInt8: 0.02, Cast: 0.02}
+"""How far from the exact mean of normal values one compression may be."""
+
+
+def many_ranks_owe_what_is_lost(world: World) -> None:
+    """The sum identity holds on more than five ranks too, of any number."""
+    if world.size > 5:
+        require_sum_identity(world.mean(), world.nodes, shapes=[(170,), (3, 11)])
+
+
+def the_same_array_twice(world: World) -> None:
+    """An array that is given as two tensors is averaged as two arrays with its values."""
+    for spec in (SPECS[0], "identity"):
+        mean = world.mean(spec, feedback=False)
+        values = [[x, x] for (x,) in world.values(0, shapes=((170,),))]
+        states = world.start(mean, values[0])
+        found, _ = average(mean, values, states)
+        expected, _ = average(mean, [[x, x.copy()] for x, _ in values], states)
+        assert bits(found) == bits(expected), (
+            f"with {spec}, an array that is given as two tensors has another mean"
+        )
+
+
+def same_in_another_process(world: World) -> None:
+    """A fresh process with another hash seed, date, host, number of processors and environment gets the same means."""
+    if world.size != 3:
+        return
+    inputs_of = [(spec, step) for spec in SPECS[:2] for step in (2, 1)]
+    found = in_another_process(
+        topology(world.topology), "qcomp.testing.means:of_registered", (world, inputs_of)
+    )
+    if found is not None:
+        assert found == means_of(world, inputs_of[::-1])[::-1], "in another process, means differ"
+
+
 def residuals_are_used(world: World) -> None:
     """Every residual that is kept enters a later mean: dropping it anywhere breaks the sum identity."""
     if world.is_exact:
@@ -438,6 +499,10 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
         nothing_owed_without_feedback,
         sum_identity,
         residuals_are_used,
+        each_tensor_has_its_compressor,
+        the_same_array_twice,
+        many_ranks_owe_what_is_lost,
+        same_in_another_process,
         costs_count_what_happens,
         donation_changes_nothing,
         overwriting_changes_nothing,
@@ -445,6 +510,7 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
         rounds_change_nothing,
         coding_changes_nothing,
         refusals_are_shared,
+        servers_refuse_too,
         damage_is_noticed,
         stays_unbiased,
         draws_have_keys_of_their_own,
@@ -453,5 +519,9 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
 )
 """The laws about a topology, in groups; later ones rely on earlier ones."""
 
-OF_MANY_RANKS: tuple[TopologyLaw, ...] = (exact_without_loss, draws_have_keys_of_their_own)
-"""The laws that are also checked with 17 ranks."""
+OF_MANY_RANKS: tuple[TopologyLaw, ...] = (
+    exact_without_loss,
+    draws_have_keys_of_their_own,
+    many_ranks_owe_what_is_lost,
+)
+"""The laws that are also checked with 7 and 17 ranks."""

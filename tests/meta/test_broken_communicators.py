@@ -185,6 +185,52 @@ class CountsNoStarts(Wrapped):
         return pending
 
 
+class SharesLargeBuffers(Wrapped):
+    """A rank's own share of a large exchange is what was sent, not a copy."""
+
+    def all_to_all(self, send, receive):
+        found = super().all_to_all(send, receive)
+        if send[self.rank].nbytes >= 1 << 20:
+            found[self.rank] = send[self.rank]
+        return found
+
+
+class StartsWhenWaitedFor(Wrapped):
+    """An exchange begins with `wait`, so ranks that wait in other orders mix them up."""
+
+    def start(self, request):
+        comm = self
+
+        class Late:
+            def wait(self):
+                if isinstance(request, AllGather):
+                    return comm.all_gather(request.send, request.receive)
+                return comm.all_to_all(request.send, request.receive)
+
+        return Late()
+
+
+class CallsEachRankAHost(Wrapped):
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.host = f"{comm.host}:{comm.rank}"
+
+
+class FillsPieces(Wrapped):
+    """Messages are filled to whole pieces of 64 KiB, and these are counted."""
+
+    more = 0
+
+    @property
+    def bytes_sent(self):
+        return self.comm.bytes_sent + self.more
+
+    def start(self, request):
+        if isinstance(request, AllGather):
+            self.more += -request.send.size % 65_536 * (self.size - 1)
+        return super().start(request)
+
+
 class ReturnsReadOnly(Wrapped):
     """Correct: what arrives need not be writable."""
 
@@ -210,6 +256,10 @@ class ReturnsReadOnly(Wrapped):
         (CallsEverybodyZero, "has_a_place"),
         (KeepsOneUnderWay, "stages_run_over_it"),
         (PadsWhatIsShort, "another_size_closes_it"),
+        (SharesLargeBuffers, "memory_is_its_own"),
+        (StartsWhenWaitedFor, "starts_wait_in_any_order"),
+        (CallsEachRankAHost, "has_a_place"),
+        (FillsPieces, "starts_wait_in_any_order"),
     ],
 )
 def test_broken_communicator_is_caught_by_its_law(broken, law):

@@ -1,5 +1,8 @@
 """`check_kernels` catches kernel sets with one fault each, and accepts a correct one."""
 
+import os
+import socket
+
 import numpy as np
 import pytest
 
@@ -700,6 +703,21 @@ broken(
     "frozen: forgets the last tensor",
     frozen_steps=lambda self, whole, p, m, v, numbers: [*whole(p, m, v, numbers)[:-1], (p[-1], m[-1])],
 )
+
+
+def flipped_if(payload, is_wrong):
+    """Return a payload, or one with other bits."""
+    return payload._replace(data=255 - payload.data) if is_wrong and payload is not None else payload
+
+
+broken(
+    "encode: reads the name of the host",
+    encode=lambda self, whole, *args: flipped_if(whole(*args), socket.gethostname() == "host-2"),
+)
+broken(
+    "encode: reads a launcher's variable",
+    encode=lambda self, whole, *args: flipped_if(whole(*args), os.environ.get("SLURM_PROCID") == "2"),
+)
 BROKEN += [
     pytest.param(kind(), SIGN, id=kind.name)
     for kind in (AlwaysDonates, AlwaysMovesInPlace, WritesToTheVariance)
@@ -742,7 +760,8 @@ def test_broken_kernels_are_caught(kernels, compressor):
             check_chunks(kernels, np, [compressor])
     elif wrong & OF_VECTORS:
         contract = laws_of_kernels.kernel_contract(kernels, np, [compressor], max_examples=3)
-        assert any(list(contract.broken(only=law)) for law in (compressor.spec, "buffers", "threads"))
+        laws = (compressor.spec, "buffers", "threads", "environment")
+        assert any(list(contract.broken(only=law)) for law in laws)
     else:
         contract = laws_of_kernels.kernel_contract(kernels, np, [])
         law = next((law for law, methods in OF_LAWS.items() if wrong & methods), None)

@@ -261,6 +261,41 @@ class RateOfSkippedSteps(Whole):
         return super().rate(state._replace(step=state.step + state.skipped))
 
 
+class StepsOfAByte(Whole):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        return new, after._replace(step=after.step % 256)
+
+
+class SavesNoSkippedSteps(Whole):
+    def state_dict(self, state):
+        return super().state_dict(state._replace(skipped=0))
+
+
+SALT = hash("salt") % 2**20
+
+
+class DrawsOfTheProcess(Whole):
+    """The keys of a process depend on its hash seed."""
+
+    def key(self, state):
+        return super().key(state)._replace(step=state.step + SALT)
+
+
+class MomentaBesideTheState(Whole):
+    """The momenta of float32 are on the side, by rank and step; the state has copies that are never read."""
+
+    beside = {}
+
+    def apply(self, params, means, state):
+        own = self.beside.get((state.rank, state.size, state.step, params[0].tobytes()))
+        new, after = super().apply(params, means, state if own is None else state._replace(momentum=own))
+        self.beside[after.rank, after.size, after.step, new[0].tobytes()] = after.momentum
+        return new, after._replace(
+            momentum=tuple(m.astype(np.float16).astype(m.dtype) for m in after.momentum)
+        )
+
+
 def with_worker_residuals(state, change):
     exchange = state.exchange
     return state._replace(exchange=exchange._replace(worker=tuple(map(change, exchange.worker))))
@@ -290,6 +325,10 @@ class CompressesNothing(Whole):
 
 
 BROKEN = {
+    StepsOfAByte: "counts_are_kept",
+    SavesNoSkippedSteps: "counts_are_kept",
+    DrawsOfTheProcess: "goes_on_in_another_process",
+    MomentaBesideTheState: "goes_on_in_another_process",
     UsesUpGradientsIfDonated: "donation_changes_nothing",
     DecaysDonatedMomentaTooEarly: "refusals_are_shared",
     ForgetsMomentaInAnotherWorld: "another_world_goes_on",

@@ -1,5 +1,7 @@
 """`check_topology` catches topologies with one fault each, and accepts one of another design."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -238,6 +240,61 @@ class RanksOfThreeBits(Broken):
         return call._replace(key=call.key._replace(rank=call.key.rank % 8))
 
 
+class IgnoresRefusalsOfServers(Broken):
+    """A server's residual that is not finite counts as zero, on this rank alone."""
+
+    def change(self, call):
+        return call._replace(server=tuple(np.nan_to_num(r) for r in call.server))
+
+
+class FirstCompressorForAll(Broken):
+    def lay_out(self, operands, chunks=None):
+        first = operands.compressors[0]
+        same = replace(operands, compressors=(first,) * len(operands.compressors))
+        return super().lay_out(same, chunks)
+
+
+class ErrsFromTheSixthRank(Broken):
+    def stages(self, call):
+        found = yield from super().stages(call)
+        if call.layout.rank < 5:
+            return found
+        return found._replace(worker=tuple(r * r.dtype.type(0.5) for r in found.worker))
+
+
+class ErrsOnSixRanksOrMore(Broken):
+    def stages(self, call):
+        found = yield from super().stages(call)
+        if call.layout.world > 5:
+            for m in found.means:
+                np.multiply(m, m.dtype.type(1.5), out=m)
+        return found
+
+
+class AveragesAnArrayOnce(Broken):
+    """Arrays are known as objects, and one that comes again has no mean."""
+
+    def stages(self, call):
+        found = yield from super().stages(call)
+        places = [x.__array_interface__["data"] for x in call.values]
+        for i, (place, m) in enumerate(zip(places, found.means, strict=True)):
+            if m.size and place in places[:i]:
+                m[...] = 0
+        return found
+
+
+SALT = hash("salt") % 2**20
+
+
+class SaltedSteps(Broken):
+    """The keys of a process depend on its hash seed."""
+
+    name = "broken_salted_steps"
+
+    def change(self, call):
+        return call._replace(key=call.key._replace(seed=call.key.seed ^ SALT))
+
+
 class DrawsAlikeInLateSteps(Broken):
     """A counter of steps has 32 bits, and what is above takes the bits of hops."""
 
@@ -246,6 +303,11 @@ class DrawsAlikeInLateSteps(Broken):
 
 
 BROKEN = {
+    IgnoresRefusalsOfServers: {"servers_refuse_too"},
+    FirstCompressorForAll: {"each_tensor_has_its_compressor"},
+    ErrsFromTheSixthRank: {"many_ranks_owe_what_is_lost"},
+    ErrsOnSixRanksOrMore: {"exact_without_loss"},
+    AveragesAnArrayOnce: {"the_same_array_twice"},
     DecaysInSingle: {"sum_identity"},
     ServersOweTheOppositeInSingle: {"sum_identity"},
     DoublesRankZeroOfFour: {"exact_without_loss"},
@@ -284,6 +346,11 @@ def test_broken_topology_is_caught_by_its_law(kind):
     contract = topology_contract(topology)
     for law in sorted(BROKEN[kind])[:1]:
         assert [name for name, _ in contract.broken(only=law)] == [law]
+
+
+def test_a_topology_that_depends_on_the_process_is_caught():
+    broken = list(topology_contract(SaltedSteps()).broken(only="same_in_another_process"))
+    assert [text.split(",")[0] for _, text in broken] == ["in another process"]
 
 
 @pytest.mark.slow
