@@ -27,6 +27,7 @@ from qcomp.core.mean.stages import (
     number_of,
     owned,
     pipeline,
+    require_communicator,
 )
 from qcomp.core.mean.state import (
     MeanState,
@@ -228,6 +229,7 @@ class CompressedMean:
         TypeError
             On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         owner = self._owner(number_of(comm), "init")
         begun = drive(owned(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), owner), comm)
@@ -403,6 +405,7 @@ class CompressedMean:
         self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
     ) -> tuple[Any, MeanState]:
         """Average x over the ranks of a communicator; see `stages`."""
+        require_communicator(comm)
         if (comm.rank, comm.size) != (state.rank, state.size):
             raise ValueError(
                 f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"

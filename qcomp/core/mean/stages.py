@@ -25,14 +25,15 @@ __all__ = [
     "Transport",
     "announce_lengths",
     "answer",
+    "as_mismatch",
     "begun",
-    "communicator_error",
     "drive",
     "fuse",
     "number_of",
     "other_owners",
     "owned",
     "pipeline",
+    "require_communicator",
     "told",
 ]
 
@@ -135,6 +136,15 @@ class Transport(Protocol):
         ...
 
 
+def require_communicator(comm: object) -> None:
+    """Raise TypeError unless an argument is a communicator."""
+    if not (hasattr(comm, "all_gather") and hasattr(comm, "all_to_all")):
+        raise TypeError(
+            f"comm is {comm!r}; expected a communicator of qcomp: qcomp.comm.world(), or for instance "
+            "qcomp.comm.MPICommunicator(MPI.COMM_WORLD) or qcomp.comm.TorchCommunicator(process_group)"
+        )
+
+
 class _Pending(Protocol):
     def wait(self) -> list[Array]: ...
 
@@ -175,6 +185,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     An exchange with ``later`` is only started, if the communicator has a ``start``. Every other exchange completes
     before the computation continues.
     """
+    require_communicator(comm)
     arrived: Sequence[Array] | None = None
     under_way: list[Arriving] = []
     try:
@@ -277,9 +288,10 @@ def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at t
     return f"{_DIFFERENT} {how} ({named}): {advice}"
 
 
-def communicator_error(text: str) -> CommunicatorError:
-    """Return the error for a failed exchange, a MismatchError if the cause is that ranks have different owners."""
-    return (MismatchError if _DIFFERENT in text else CommunicatorError)(text)
+def as_mismatch(error: CommunicatorError) -> CommunicatorError:
+    """Return a MismatchError in place of an error that tells of different owners, perhaps on other ranks."""
+    text = str(error)
+    return MismatchError(text) if _DIFFERENT in text and not isinstance(error, MismatchError) else error
 
 
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
