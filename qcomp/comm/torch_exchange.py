@@ -257,17 +257,24 @@ class TorchExchange:
     def _owners(self) -> dict[int, str]:
         """Return what each rank tells of its owner; all ranks have seen that these differ."""
         own = told(self._owner)
-        message = torch.frombuffer(bytearray(own.encode().ljust(_OWNER_BYTES)), dtype=torch.uint8)
+        data = bytearray(own.encode()[:_OWNER_BYTES].ljust(_OWNER_BYTES))
+        message = torch.frombuffer(data, dtype=torch.uint8)
         arriving = {peer: torch.empty(_OWNER_BYTES, dtype=torch.uint8) for peer in self.peers}
-        works = [self._receive(text, peer, _OWNER_TAG) for peer, text in arriving.items()]
-        for peer in self.peers:
-            self._send(message[:_OWNER_BYTES], peer, _OWNER_TAG)
         texts = {self._comm.rank: own} | dict.fromkeys(self.peers, "something else")
         end = time.monotonic() + _OWNER_SECONDS
-        for (peer, text), work in zip(arriving.items(), works, strict=True):
-            with contextlib.suppress(RuntimeError):  # a rank that computes and will read its headers later
-                work.wait(max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+
+        def wait(work: Any) -> None:
+            work.wait(max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+
+        # A rank may compute, and read its headers later; or it has done so, and is gone.
+        with contextlib.suppress(RuntimeError):
+            works = [self._comm.post_receive(text, peer, _OWNER_TAG) for peer, text in arriving.items()]
+            own_works = [self._comm.post_send(message, peer, _OWNER_TAG) for peer in self.peers]
+            for (peer, text), work in zip(arriving.items(), works, strict=True):
+                wait(work)
                 texts[peer] = text.numpy().tobytes().decode(errors="replace").rstrip()
+            for work in own_works:
+                wait(work)
         return texts
 
     def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
