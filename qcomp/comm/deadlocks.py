@@ -28,7 +28,7 @@ _LONGEST_OWNER = 300
 """Of a message of at most a thousand bytes."""
 
 _stations: weakref.WeakSet[Station] = weakref.WeakSet()
-_changing = threading.RLock()  # the garbage collector may remove a station anywhere
+_changing = threading.Lock()
 
 
 class _Wait(NamedTuple):
@@ -75,8 +75,7 @@ class Station:
 
     def close(self) -> None:
         """Take no further part."""
-        with _changing:
-            _stations.discard(self)
+        self._name = ""
 
     def begin(self) -> int:
         """Return the number of a new exchange; all ranks begin theirs in the same order."""
@@ -120,16 +119,23 @@ class Station:
 
     def judge(self) -> None:
         """Refuse the exchanges in which this rank waits for one that waits for this rank elsewhere."""
+        for exchange, wait in list(self._waits.items()):
+            found = self._crossed(exchange, wait) if exchange in self._told else {}
+            for peer, owner in found.items():
+                texts = {self._rank: told(wait.owner), peer: owner}
+                how = "over different communicators, so that each waits for the other"
+                self._refuse(exchange, other_owners(texts, wait.owner, how))
+
+    def _crossed(self, exchange: int, wait: _Wait) -> dict[int, str]:
+        """Return the ranks that wait elsewhere for the waiting thread, which waits for them, and their owners."""
         with _changing:
-            for exchange in self._told & self._waits.keys():
-                wait = self._waits[exchange]
-                for other in _used_by(wait.thread):
-                    for peer, heard in other._heard.items():
-                        theirs = heard.begun.get(self._name, math.inf)
-                        if other is not self and heard.exchange >= other._begun and theirs <= exchange:
-                            texts = {self._rank: told(wait.owner), peer: heard.owner}
-                            how = "over different communicators, so that each waits for the other"
-                            self._refuse(exchange, other_owners(texts, wait.owner, how))
+            return {
+                peer: heard.owner
+                for other in _used_by(wait.thread)
+                if other is not self
+                for peer, heard in other._heard.items()
+                if heard.exchange >= other._begun and heard.begun.get(self._name, math.inf) <= exchange
+            }
 
 
 def _used_by(thread: threading.Thread) -> list[Station]:
@@ -139,7 +145,7 @@ def _used_by(thread: threading.Thread) -> list[Station]:
 
 def _renew_in_child() -> None:
     global _changing  # noqa: PLW0603
-    _changing = threading.RLock()  # another thread of the parent may have held it
+    _changing = threading.Lock()  # another thread of the parent may have held it
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.verbs import Verbs
-from qcomp.core.mean.stages import Owner, communicator_error, other_owners, told
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Owner, as_mismatch, other_owners, told
 from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
@@ -193,13 +194,15 @@ class _World:
         """Add one rank's call, wait for all others, and return what was sent to this rank."""
         with self._changed:
             if self._closed is not None:
-                raise communicator_error(f"{call.verb}: this communicator is closed: {self._closed}")
+                raise as_mismatch(
+                    CommunicatorError(f"{call.verb}: this communicator is closed: {self._closed}")
+                )
             calls = self._calls
             for earlier in calls.items():
                 problem = _disagreement(earlier, (rank, call))
                 if problem is not None:
                     self._close(problem)
-                    raise communicator_error(problem)
+                    raise as_mismatch(CommunicatorError(problem))
             calls[rank] = call
             if len(calls) == self.size:
                 self._calls = {}  # for the next exchange; waiting ranks hold this one's
@@ -213,7 +216,7 @@ class _World:
             if len(calls) < self.size:
                 if self._closed is None:
                     self._close(self._why_incomplete(call.verb, calls, in_time=in_time))
-                raise communicator_error(str(self._closed))
+                raise as_mismatch(CommunicatorError(str(self._closed)))
             return [calls[sender].outgoing[rank] for sender in range(self.size)]
 
     def _why_incomplete(self, verb: str, calls: dict[int, _Call], *, in_time: bool) -> str:

@@ -226,3 +226,31 @@ print(found["enc"], found["dec"], flush=True)
 dist.barrier()
 """
     assert [rank.out for rank in torch_ranks(2, HEAD + body)] == ["-1.5 -100.5\n"] * 2
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_over_mpi_communicators_in_another_order_are_named(mpirun):
+    body = """
+import numpy as np
+import qcomp
+from mpi4py import MPI
+from qcomp.comm import MPICommunicator
+
+comms = MPICommunicator(MPI.COMM_WORLD), MPICommunicator(MPI.COMM_WORLD)
+me, optimizer, params = comms[0].rank, qcomp.SGD(learning_rate=1.0), [np.zeros(8, np.float32)]
+states = [optimizer.init(params, comm, [name]) for comm, name in zip(comms, ("enc", "dec"))]
+try:
+    for which in (0, 1) if me == 0 else (1, 0):
+        optimizer.step(params, [np.full(8, me, np.float32)], states[which], comms[which])
+except qcomp.MismatchError as error:
+    print(error, flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+    lines = [
+        line for line in mpirun(2, ["-c", body], check=False).stdout.splitlines() if "each waits" in line
+    ]
+    assert len(lines) == 2
+    for line in lines:
+        for owner in ("'enc'", "'dec'"):
+            assert f"step 1 (warmup) of SGD number 1 with {owner}" in line

@@ -11,6 +11,7 @@ from qcomp.comm.local import LocalCommunicator, run_local
 from qcomp.core.errors import CommunicatorError, MismatchError
 from qcomp.core.mean.framing import joined_size
 from qcomp.core.mean.stages import AllGather, AllToAll, Owner, drive, owned, pipeline
+from qcomp.core.outer.overlapped import Overlapped
 
 EXACTLY = {"learning_rate": 1.0, "compressor": qcomp.Identity(), "exact": None}
 PLAIN = {"learning_rate": 1.0}
@@ -165,6 +166,24 @@ def test_without_a_difference_every_communicator_averages_as_before(kind):
         return two_of(STEPS["CompressedSGD"], lambda _: (0, 1), KINDS[kind](comm))
 
     assert run_local(2, rank_main) == [(-1.5, -100.5)] * 2
+
+
+@pytest.mark.parametrize("kind", ["local", "given with start"])
+def test_outer_exchanges_under_way_are_compared(kind):
+    def rank_main(comm):
+        comm = KINDS[kind](comm)
+        loop = qcomp.OuterLoop(every=2, delay=1, compressor=qcomp.Identity(), exact=None)
+        running = [Overlapped(loop, comm) for _ in range(2)]
+        held = [([full(0, 0)], loop.init([full(0, 0)], comm)) for _ in range(2)]
+        try:
+            for which in crossed(comm.rank) * 4:
+                params, state = held[which]
+                held[which] = running[which].step([params[0] - full(which, comm.rank)], state)
+        except MismatchError as error:
+            return str(error)
+
+    for text in run_local(2, rank_main, timeout=20):
+        assert "fragment 0 of step 2" in str(text), text
 
 
 def test_a_digest_that_does_not_tell_owners_apart_swaps_their_gradients(monkeypatch):

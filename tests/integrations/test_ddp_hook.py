@@ -557,3 +557,22 @@ for overlapped in (True, False):
     say("2.weight" in names, len(names))
 """
     assert said(2, body) == [["False 4"] * 2] * 2
+
+
+def test_backward_passes_of_two_models_in_another_order_are_named(said):
+    """Over one communicator, each model would get the gradients of the other."""
+    body = """
+models = [wrapped(10**6), wrapped(10**6)]
+for model in models:
+    model.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), model, comm=comm))
+try:
+    for which in (0, 1) if me == 0 else (1, 0):
+        loss(models[which], which).backward()
+except qcomp.MismatchError as error:
+    for rank in range(2):
+        assert f"rank {rank}: step 1 (compressed), " in str(error), error
+        assert f" of GradientMean number {rank + 1} with " in str(error), error
+    say("named")
+dist.barrier()
+"""
+    assert said(2, body) == [["named"]] * 2

@@ -25,8 +25,8 @@ __all__ = [
     "Transport",
     "announce_lengths",
     "answer",
+    "as_mismatch",
     "begun",
-    "communicator_error",
     "drive",
     "fuse",
     "number_of",
@@ -288,9 +288,10 @@ def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at t
     return f"{_DIFFERENT} {how} ({named}): {advice}"
 
 
-def communicator_error(text: str) -> CommunicatorError:
-    """Return the error for a failed exchange, a MismatchError if the cause is that ranks have different owners."""
-    return (MismatchError if _DIFFERENT in text else CommunicatorError)(text)
+def as_mismatch(error: CommunicatorError) -> CommunicatorError:
+    """Return a MismatchError in place of an error that tells of different owners, perhaps on other ranks."""
+    text = str(error)
+    return MismatchError(text) if _DIFFERENT in text and not isinstance(error, MismatchError) else error
 
 
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
