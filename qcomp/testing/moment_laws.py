@@ -56,6 +56,7 @@ _FAMILIES = (
     "large",
     "heavy",
     "signs",
+    "close",
 )
 
 
@@ -122,7 +123,10 @@ def _require_equal(case: Case) -> None:
 
 
 def _values(family: str, size: int, seed: int) -> Array:
-    return vector(family, size, seed)
+    if family != "close":
+        return vector(family, size, seed)
+    x = vector("gaussian", size, seed)  # just below the largest, where a probability may be rounded up to 1
+    return (np.sign(x) * (1 - np.abs(x) * 2.0**-18)).astype(np.float32)
 
 
 def _situations(case: Case) -> Iterator[_Situation]:
@@ -378,7 +382,7 @@ def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
     copies = max(_DRAWS, bucket // _KINDS)
     for numbers in (
         [1.0, -0.5, 0.0, 0.1, -0.93, 1 / 3, 2.0**-20, -1e-3],
-        [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.004],
+        [3.0, 2.99999, -2.99998, 2.9999, 0.0, 0.0, 0.0, -0.004],
         vector("gaussian", _KINDS, 10),
     ):
         values = np.asarray(numbers, dtype=np.float32)
