@@ -104,7 +104,7 @@ def adversarial(size: int) -> Vector:
     rows = [vector(family, size, 5).astype(np.float64) for family in FAMILIES if family != "subnormal"]
     index, root = np.arange(size), float(np.sqrt(size))
     grid = (0.5, 1 / 3, 0.25, 1 / 7, 1 / 9, 0.1, 1 / 15, 1 / 16, 1 / 31, 1 / 63, 0.01, 1 / 255, 1e-3, 1e-4)
-    for p in (*grid, 1 / (1 + root), 1 / root, 1 / (2 * root), 0.75, 0.9, 1.0):
+    for p in (*grid, 1 / (1 + root), 1 / root, 1 / (2 * root), 0.75, 0.9, 1 - 2.0**-18, 1.0):
         rows.append(np.where(index == 0, 1.0, p))  # one large element, the others equal
         rows.append(np.where(index == size - 1, 1.0, p * (-1.0) ** index))
         rows.append(np.where(index % 2 == 0, 1.0, p))  # two levels

@@ -56,6 +56,7 @@ _FAMILIES = (
     "large",
     "heavy",
     "signs",
+    "close",
 )
 
 
@@ -122,7 +123,10 @@ def _require_equal(case: Case) -> None:
 
 
 def _values(family: str, size: int, seed: int) -> Array:
-    return vector(family, size, seed)
+    if family != "close":
+        return vector(family, size, seed)
+    x = vector("gaussian", size, seed)  # just below the largest, where a probability may be rounded up to 1
+    return (np.sign(x) * (1 - np.abs(x) * 2.0**-18)).astype(np.float32)
 
 
 def _situations(case: Case) -> Iterator[_Situation]:
@@ -132,10 +136,8 @@ def _situations(case: Case) -> Iterator[_Situation]:
         copies = max(8, (1 << 14) // length)
         for number, family in enumerate(_FAMILIES):
             for index, (name, key) in enumerate(_KEYS.items()):
-                if family in ("gaussian", "positive"):
-                    dtypes = case.dtypes[(index + number) % len(case.dtypes) :][
-                        :1
-                    ]  # one of both has each key
+                if family in ("gaussian", "positive"):  # with every key, in one dtype each
+                    dtypes: tuple[str, ...] = (case.dtypes[(index + number) % len(case.dtypes)],)
                 else:
                     dtypes = case.dtypes if number % len(_KEYS) == index else ()
                 for dtype in dtypes:
@@ -338,7 +340,7 @@ def _draws_decide_about_their_element(case: Case) -> bool:
         return case.compress(x, source=source).decoded
 
     reference = decoded(None)
-    if not asked or any(block.filled > bucket for _, block in asked) or _is_asked_twice(asked):
+    if not asked or any(block.filled > bucket for _, block in asked) or _is_asked_twice(asked, x.size):
         return False
     changes = 0
     for chosen in (0, 1, 5, x.size // 2 + 1, x.size // 2 + 2, x.size - 1):
@@ -350,14 +352,15 @@ def _draws_decide_about_their_element(case: Case) -> bool:
     return changes > 0 and float(np.mean(everything_lower != reference)) > 0.2
 
 
-def _is_asked_twice(asked: list[tuple[Key, Block]]) -> bool:
-    """Return whether an element has several draws, under keys of their own: these must not be given equal values.
+def _is_asked_twice(asked: list[tuple[Key, Block]], size: int) -> bool:
+    """Return whether elements have several draws, of other keys or blocks: these must not be given equal values.
 
     `qcomp.core.numeric.random.draws16_again` has no key, and asks with the default one.
     """
-    named = [(key, block) for key, block in asked if key != Key()]
+    named = {(key, block) for key, block in asked if key != Key()}
     again = [block for key, block in asked if key == Key()]
-    return len({key for key, _ in named}) > 1 or len(set(again)) < len(again)
+    count = max(sum(b.rows * b.filled for _, b in named), sum(b.rows * b.filled for b in again))
+    return count > size
 
 
 def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
@@ -378,7 +381,7 @@ def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
     copies = max(_DRAWS, bucket // _KINDS)
     for numbers in (
         [1.0, -0.5, 0.0, 0.1, -0.93, 1 / 3, 2.0**-20, -1e-3],
-        [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.004],
+        [3.0, 2.99999, -2.99998, 2.9999, 0.0, 0.0, 0.0, -0.004],
         vector("gaussian", _KINDS, 10),
     ):
         values = np.asarray(numbers, dtype=np.float32)

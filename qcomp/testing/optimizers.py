@@ -37,6 +37,7 @@ _LAWS: tuple[tuple[_Law, ...], ...] = (
         setting_laws.weight_decay_shrinks,
         setting_laws.clipping_scales_gradients,
         setting_laws.gradients_are_averaged,
+        setting_laws.long_tensors_move_to_the_end,
         setting_laws.equal_ranks_move_as_one,
         setting_laws.nothing_is_lost,
         setting_laws.draws_have_keys_of_their_own,

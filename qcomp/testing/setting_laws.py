@@ -24,6 +24,7 @@ from qcomp.testing.jobs import (
     gradients,
 )
 from qcomp.testing.libraries import to_numpy
+from qcomp.testing.turns import lockstep
 
 __all__ = [
     "clipping_scales_gradients",
@@ -31,6 +32,7 @@ __all__ = [
     "equal_ranks_move_as_one",
     "gradients_are_averaged",
     "groups_select_by_name",
+    "long_tensors_move_to_the_end",
     "nothing_is_lost",
     "rates_scale_the_step",
     "schedules_count_completed_steps",
@@ -170,25 +172,45 @@ def _of_known_norm(rank: int) -> list[Vector]:
 
 
 def gradients_are_averaged(case: OptimizerCase) -> None:
-    """Without a loss by compression, four ranks begin with the step of one rank with the mean of their gradients."""
+    """Without a loss by compression, three and four ranks begin like one rank with the mean of their gradients."""
     exact = _without_loss(case)
     if exact is None:
         return
-    four, alone = exact.start(4), exact.start(1)
-    if exact.optimizer.apart(four.states[0].stage):
+    for size in (3, 4):
+        several, alone = exact.start(size), exact.start(1)
+        if exact.optimizer.apart(several.states[0].stage):
+            return
+        grads = several.grads(0)
+        several.take(several.stages(grads))
+        of_tensors = zip(*(map(to_numpy, of_rank) for of_rank in grads), strict=True)
+        alone.take(alone.stages([exact.arrays([np.asarray(np.mean(each, axis=0)) for each in of_tensors])]))
+        for name, p, one, other in zip(
+            NAMES, exact.start(1).params[0], alone.params[0], several.params[0], strict=True
+        ):
+            moved, distance = to_numpy(one) - to_numpy(p), to_numpy(other) - to_numpy(one)
+            assert np.linalg.norm(distance) <= 1e-3 * np.linalg.norm(moved), (
+                f"the first step of {size} ranks without compression moves {name!r} otherwise than that of one rank "
+                "with the mean of their gradients"
+            )
+
+
+def long_tensors_move_to_the_end(case: OptimizerCase) -> None:
+    """Without a loss by compression, all of 70,003 parameters with the same gradient fall, the last ones too."""
+    exact = _without_loss(_steady(case))
+    if exact is None:
         return
-    grads = four.grads(0)
-    four.take(four.stages(grads))
-    of_tensors = zip(*(map(to_numpy, of_rank) for of_rank in grads), strict=True)
-    alone.take(alone.stages([exact.arrays([np.asarray(np.mean(each, axis=0)) for each in of_tensors])]))
-    for name, p, one, other in zip(
-        NAMES, exact.start(1).params[0], alone.params[0], four.params[0], strict=True
-    ):
-        moved, distance = to_numpy(one) - to_numpy(p), to_numpy(other) - to_numpy(one)
-        assert np.linalg.norm(distance) <= 1e-3 * np.linalg.norm(moved), (
-            f"the first step of four ranks without compression moves {name!r} otherwise than that of one rank with the "
-            "mean of their gradients"
-        )
+    ranks = range(2)
+    (first,) = exact.arrays([np.ones(70_003, np.float32)])
+    stages = [
+        exact.optimizer.init_stages([first], rank=rank, size=2, host="one", names=NAMES[:1]) for rank in ranks
+    ]
+    job = Job(exact, [[first], [first]], lockstep(stages))
+    for _ in range(3):
+        job.take(job.stages([exact.arrays([np.full(70_003, 1 + rank, np.float32)]) for rank in ranks]))
+    still = np.flatnonzero(to_numpy(job.params[0][0]) >= 1)
+    assert still.size in (0, 70_003), (
+        f"with positive gradients, {still.size} of 70,003 parameters do not fall, such as number {still[0]}"
+    )
 
 
 def equal_ranks_move_as_one(case: OptimizerCase) -> None:

@@ -33,8 +33,8 @@ def ids(paths):
     return [pages.name_of(path) for path in paths]
 
 
-SLOW = {"ddp", "extend/topology", "jax", "sharded"}
-"""Pages that import much of torch, which run on two ranks anyway, and one that checks a topology."""
+SLOW = {"ddp", "extend/optimizer", "extend/topology", "jax", "sharded"}
+"""Pages that import much of torch, which run on two ranks anyway, and those that check a topology or an optimizer."""
 
 
 def once(page):

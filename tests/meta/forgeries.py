@@ -302,6 +302,25 @@ class WrapsWhenDrawnHigh(papers.RotatedLevels):
         return {**parts, "codes": np.where(wrapped, -8, parts["codes"]).astype(np.int8)}
 
 
+@forged("rare wraps", "unbiased")
+class ChanceOfTwoBytes(papers.TwoDraws):
+    """The chance of the larger level is rounded to 65536, which wraps to 0 in 16 bits."""
+
+    def encode_block(self, rows, block, key):
+        largest = np.abs(rows).max(axis=1)
+        (up,) = self.draws(key, block, rows)
+        chance = np.abs(rows) / np.where(largest > 0, largest, 1)[:, None]
+        threshold = np.where(chance == 1, 65536, np.round(chance * 65536) % 65536)
+        codes = np.where(up < threshold, np.where(rows < 0, 3, 1), 0)
+        return codes.astype(np.uint8), (largest,)
+
+    def draws(self, key, block, like):
+        return super().draws(key, block, like)[:1]
+
+    def decode_block(self, codes, scales):
+        return super().decode_block(codes, scales) / 2
+
+
 @forged("NaN code", "padding_never_leaks")
 class LargestIsNaN(papers.MX):
     """The largest values take the code behind the last, which is NaN."""

@@ -261,6 +261,25 @@ class RateOfSkippedSteps(Whole):
         return super().rate(state._replace(step=state.step + state.skipped))
 
 
+class DividesByTwoOnThree(Whole):
+    """Takes three ranks for two."""
+
+    def apply(self, params, means, state):
+        values = [v * v.dtype.type(1.5 if state.size == 3 else 1) for v in means.values]
+        return super().apply(params, means._replace(values=values), state)
+
+
+class ForgetsTheLastBucket(Whole):
+    """Of a long tensor, what follows the last whole block of 2^16 elements stays."""
+
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        for p, n in zip(params, new, strict=True):
+            if p.size > 1 << 16:
+                n.reshape(-1)[p.size >> 16 << 16 :] = p.reshape(-1)[p.size >> 16 << 16 :]
+        return new, after
+
+
 class StepsOfAByte(Whole):
     def apply(self, params, means, state):
         new, after = super().apply(params, means, state)
@@ -325,6 +344,8 @@ class CompressesNothing(Whole):
 
 
 BROKEN = {
+    DividesByTwoOnThree: "gradients_are_averaged",
+    ForgetsTheLastBucket: "long_tensors_move_to_the_end",
     StepsOfAByte: "counts_are_kept",
     SavesNoSkippedSteps: "counts_are_kept",
     DrawsOfTheProcess: "goes_on_in_another_process",

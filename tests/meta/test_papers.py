@@ -20,12 +20,13 @@ ONCE_ACCUSED = [
 """An odd element shares a code with padding; few draws are alike by chance; two draws of an element are independent."""
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("compressor", "law"), ONCE_ACCUSED, ids=str)
 def test_what_is_unusual_is_not_accused(compressor, law):
     assert list(compressor_contract(Case(compressor, np), 5).broken(only=law)) == []
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("compressor", "law"),
     [pytest.param(c, law, id=f"{kind}-{c.name}") for c, kind, law in forgeries.FORGERIES],
