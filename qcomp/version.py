@@ -1,6 +1,58 @@
-"""The release, in a module that everything may import."""
+"""The release, and what tells two states of it apart, in a module that everything may import."""
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+__all__ = ["__version__", "digest_of", "version_and_sources"]
 
 __version__ = "0.1.0"
 """The release, such as "0.1.0"."""
+
+_DIGITS = 12
+
+
+@functools.cache
+def version_and_sources() -> str:
+    """Return the release, and a digest of the sources that decide what ranks exchange, where they are installed.
+
+    The digest is the same on all machines, Python versions and file systems, and for all line endings. It is computed
+    once in a process.
+
+    Examples
+    --------
+    >>> import qcomp
+    >>> version_and_sources().startswith(f"{qcomp.__version__}+")
+    True
+    """
+    from importlib import resources  # noqa: PLC0415  (slow)
+
+    digest = digest_of(resources.files("qcomp.core"))
+    return f"{__version__}+{digest}" if digest else f"{__version__} without sources"
+
+
+def digest_of(folder: Traversable) -> str:
+    """Return a digest of the Python sources in a folder; empty without any."""
+    sources = sorted(_sources(folder, ""))
+    if not sources:
+        return ""
+    digest = hashlib.sha256()
+    for name, text in sources:
+        digest.update(f"{name} {len(text)}\n".encode())
+        digest.update(text)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    """Yield each source's name and text."""
+    for entry in folder.iterdir():
+        if entry.name.endswith(".py"):
+            yield f"{prefix}{entry.name}", entry.read_bytes().replace(b"\r\n", b"\n")
+        elif entry.is_dir() and entry.name != "__pycache__":
+            yield from _sources(entry, f"{prefix}{entry.name}/")

@@ -5,7 +5,7 @@ from typing import Any
 
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.handshake import handshake
-from qcomp.core.mean.stages import Transport, drive
+from qcomp.core.mean.stages import Transport, drive, require_communicator
 from qcomp.core.numeric.arrays import array_namespace, as_list, detached, dtype_name
 
 __all__ = ["broadcast"]
@@ -37,6 +37,8 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
     ------
     MismatchError
         On every rank, if the ranks differ in shapes, dtypes or the root.
+    TypeError
+        If ``comm`` is not a communicator.
     ValueError
         If the root is not a rank, or ``x`` is empty.
 
@@ -53,6 +55,7 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
     >>> qcomp.comm.run_local(2, rank_main)
     [[array([0., 0.])], [array([0., 0.])]]
     """
+    require_communicator(comm)
     if type(root) is not int or not 0 <= root < comm.size:
         raise ValueError(f"root is {root!r}; expected a rank from 0 to {comm.size - 1}")
     tensors = detached(as_list(x))

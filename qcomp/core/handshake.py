@@ -10,7 +10,7 @@ from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.reporting import name_ranks
-from qcomp.version import __version__
+from qcomp.version import version_and_sources
 
 __all__ = ["agree", "gather_texts", "handshake", "handshake_stages"]
 
@@ -27,7 +27,8 @@ def handshake(
 ) -> None:
     """Verify that all ranks have the same facts.
 
-    Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts.
+    Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts, together
+    with a digest of the sources that decide what is exchanged.
 
     Parameters
     ----------
@@ -77,7 +78,7 @@ def handshake_stages(
     size : int
         Number of ranks.
     """
-    text = json.dumps({"version": __version__, **facts}, sort_keys=True, default=str)
+    text = json.dumps({"version": version_and_sources(), **facts}, sort_keys=True, default=str)
     texts = yield from gather_texts(text, size, like)
     if len(set(texts)) == 1:
         return

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 
 import qcomp
 from qcomp import MismatchError
-from qcomp.comm import run_local
+from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core import handshake
+from qcomp.version import version_and_sources
 
 BASE = qcomp.OneBitAdam(learning_rate=0.1, freeze=3, exact=None, compressor=qcomp.ScaledSign(16))
 PARAMS = [np.zeros((4, 5), dtype=np.float32), np.zeros(7, dtype=np.float32)]
 NAMES = ["weight", "bias"]
+LOOP = qcomp.OuterLoop(every=4, compressor=qcomp.ScaledSign(16))
 
 
 def start(of_rank: dict[int, dict[str, Any]], size: int = 3) -> list[str]:
@@ -122,7 +126,25 @@ def test_the_version_is_part_of_the_handshake():
             return self.comm.all_to_all(send, receive)
 
     run_local(2, lambda comm: BASE.init(PARAMS, Recorder(comm), NAMES))
-    assert all(json.dumps(qcomp.__version__).encode() in text for text in sent.values())
+    assert all(json.dumps(version_and_sources()).encode() in text for text in sent.values())
+
+
+def test_another_state_of_the_same_release_is_named_on_every_rank(monkeypatch):
+    """For instance on a machine that was updated a week ago."""
+    own = threading.local()
+    monkeypatch.setattr(handshake, "version_and_sources", lambda: own.version)
+
+    def rank_main(comm):
+        own.version = "0.1.0+77ab01c2d3e4" if comm.rank == 1 else "0.1.0+3f2a91c0d4e5"
+        with pytest.raises(MismatchError) as caught:
+            BASE.init(PARAMS, comm, NAMES)
+        return str(caught.value)
+
+    text = (
+        "the ranks were not started alike: "
+        "version is '0.1.0+3f2a91c0d4e5' on ranks 0 and 2, but '0.1.0+77ab01c2d3e4' on rank 1"
+    )
+    assert run_local(3, rank_main, timeout=20) == [text] * 3
 
 
 @pytest.mark.parametrize("library", ["torch", "strict", "jax"])
@@ -251,3 +273,30 @@ class TestValues:
 
         first, second = run_local(2, rank_main)
         assert first != second
+
+
+class OfMPI:
+    """What MPI.COMM_WORLD has of a communicator."""
+
+    rank, size = 0, 1
+
+    def __repr__(self):
+        return "<mpi4py.MPI.Intracomm>"
+
+
+@pytest.mark.parametrize("wrong", [OfMPI(), None, "gloo"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: BASE.init(PARAMS, wrong),
+        lambda wrong: BASE.step(PARAMS, PARAMS, BASE.init(PARAMS, LocalCommunicator.alone()), wrong),
+        lambda wrong: BASE.load_state_dict({}, PARAMS, wrong),
+        lambda wrong: qcomp.CompressedMean(qcomp.ScaledSign(16)).init(PARAMS, wrong),
+        lambda wrong: LOOP.init(PARAMS, wrong),
+        lambda wrong: LOOP.load_state_dict({}, PARAMS, wrong),
+        lambda wrong: qcomp.comm.broadcast(PARAMS, wrong),
+    ],
+)
+def test_what_is_no_communicator_is_named_with_those_that_are(call, wrong):
+    with pytest.raises(TypeError, match=r"^comm is .*; expected a communicator of qcomp: .*MPICommunicator"):
+        call(wrong)

@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.manifest import kind_of
 from qcomp.core.elastic.meeting import Meeting, Report, Seat, meet
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive
+from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive, require_communicator
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -327,6 +327,7 @@ class Elastic:
         UserWarning
             If the number of ranks changes, or something is lost.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         stages = self.resume_stages(
             held, rank=comm.rank, size=comm.size, host=host, params=params, names=names

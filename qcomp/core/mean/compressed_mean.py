@@ -18,7 +18,14 @@ from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
 from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
-from qcomp.core.mean.stages import Stages, Transport, announce_lengths, drive, pipeline
+from qcomp.core.mean.stages import (
+    Stages,
+    Transport,
+    announce_lengths,
+    drive,
+    pipeline,
+    require_communicator,
+)
 from qcomp.core.mean.state import (
     MeanState,
     require_no_residuals,
@@ -211,6 +218,7 @@ class CompressedMean:
         TypeError
             On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         return drive(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), comm)
 
@@ -380,6 +388,7 @@ class CompressedMean:
         self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
     ) -> tuple[Any, MeanState]:
         """Average x over the ranks of a communicator; see `stages`."""
+        require_communicator(comm)
         if (comm.rank, comm.size) != (state.rank, state.size):
             raise ValueError(
                 f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"

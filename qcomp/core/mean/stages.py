@@ -20,6 +20,7 @@ __all__ = [
     "drive",
     "fuse",
     "pipeline",
+    "require_communicator",
 ]
 
 Result = TypeVar("Result")
@@ -70,6 +71,15 @@ class Transport(Protocol):
     def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
         """Send ``send`` to every rank; return what each rank sent."""
         ...
+
+
+def require_communicator(comm: object) -> None:
+    """Raise TypeError unless an argument is a communicator."""
+    if not hasattr(comm, "all_gather"):
+        raise TypeError(
+            f"comm is {comm!r}; expected a communicator of qcomp: qcomp.comm.world(), or for instance "
+            "qcomp.comm.MPICommunicator(MPI.COMM_WORLD) or qcomp.comm.TorchCommunicator(process_group)"
+        )
 
 
 class _Pending(Protocol):
@@ -137,6 +147,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 
 
 def _answer(request: Exchange, comm: Transport) -> Sequence[Array]:
+    require_communicator(comm)
     start = getattr(comm, "start", None) if request.later else None
     if start is not None:
         return Arriving(start(request))

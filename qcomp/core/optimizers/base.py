@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.averaging import TakesAveraging
 from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.stages import Stages, Transport, drive, require_communicator
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
@@ -229,6 +229,7 @@ class Optimizer(TakesAveraging, ABC):
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         return drive(self.init_stages(params, rank=comm.rank, size=comm.size, host=host, names=names), comm)
 
@@ -425,6 +426,7 @@ class Optimizer(TakesAveraging, ABC):
             or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
             preserves the sum identity of `CompressedMean`.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         stages = self.load_stages(
             saved, params, rank=comm.rank, size=comm.size, host=host, names=names, strict=strict
@@ -533,6 +535,7 @@ class Optimizer(TakesAveraging, ABC):
 
 def require_rank(state: OptimizerState, comm: Transport) -> None:
     """Raise ValueError unless a communicator has the rank and size of a state."""
+    require_communicator(comm)
     if (comm.rank, comm.size) != (state.rank, state.size):
         raise ValueError(
             f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"

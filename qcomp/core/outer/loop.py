@@ -9,7 +9,7 @@ from qcomp.core import primitives
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import handshake_stages
-from qcomp.core.mean.stages import Stages, Transport, drive
+from qcomp.core.mean.stages import Stages, Transport, drive, require_communicator
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
@@ -127,6 +127,7 @@ class OuterLoop(OuterSettings):
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name, or ``fragments`` does not fit.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         return drive(self.init_stages(params, rank=comm.rank, size=comm.size, host=host, names=names), comm)
 
@@ -450,6 +451,7 @@ class OuterLoop(OuterSettings):
         ValueError, MismatchError
             As for `Optimizer.load_state_dict`.
         """
+        require_communicator(comm)
         host = getattr(comm, "host", None)
         stages = self.load_stages(
             saved, params, rank=comm.rank, size=comm.size, host=host, names=names, strict=strict
