@@ -6,7 +6,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from qcomp.backends.private_folder import made_private
 from qcomp.checkpoint.files import write_whole
+from qcomp.checkpoint.locks import PRESENT, Presence
 from qcomp.core.checkpoint.copies import (
     Generation,
     Part,
@@ -32,6 +34,9 @@ from qcomp.core.mean.stages import Transport, drive
 
 __all__ = ["Copies", "Kept"]
 
+_END_SECONDS = 5.0
+"""Time for the processes of a job that was killed to end, before it is started again."""
+_PAUSE_SECONDS = 0.05
 _LIKE = np.empty(0, dtype=np.uint8)
 
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -75,7 +80,7 @@ class Copies:
     Raises
     ------
     ValueError
-        If an argument is wrong, or the job has no name.
+        If an argument is wrong, or the job has no name, or another one runs under this name on the same node.
     OSError
         If files cannot be kept in the folder.
     MismatchError
@@ -83,6 +88,9 @@ class Copies:
 
     Notes
     -----
+    Each process has a locked file in the folder, by which the ranks notice another job of this name. The lock ends with
+    the process, so a job that was killed can be started again at once.
+
     The files are in ``FOLDER/qcomp-USER-JOB``, with mode 0700. A part ends with a SHA-256 digest of its content, step,
     rank and run; a damaged part counts as missing. The files of the previous copy stay until all ranks have reported
     that they have written the next one. So whenever a rank dies, one copy is whole.
@@ -127,20 +135,37 @@ class Copies:
     ) -> None:
         self.every = every
         self._comm = comm
-        problem = None
+        problem, token = None, ""
         try:
             if type(every) is not int or every < 1:
                 raise ValueError(f"every is {every!r}; expected an integer of at least 1")
             job = _name_of(job)
             self._folder = _folder_of(Path(folder), job)
+            self._presence = Presence(self._folder)
+            token = self._presence.token
         except Exception as error:  # of this rank alone, perhaps
             problem = error
         host = getattr(comm, "host", None) or f"rank {comm.rank}"
-        told = self._tell(problem, "keep copies", host=host, life=secrets.token_hex(8))
+        told = self._tell(problem, "keep copies", host=host, life=secrets.token_hex(8), token=token)
         handshake(comm, {"every": every, "job": job}, like=_LIKE)
+        if self._others([str(each["token"]) for each in told]):
+            problem = ValueError(
+                f"job is {job!r}, the name of another job that runs on {host} and keeps copies in the same folder "
+                f"{str(self._folder)!r}; expected a name of its own for each job"
+            )
+        self._tell(problem, "keep copies")
         self._life = str(told[0]["life"])
         self._hosts = [str(each["host"]) for each in told]
         self._neighbours = neighbours(self._hosts)
+
+    def _others(self, ranks: Sequence[str]) -> bool:
+        """Return whether another job works in the folder, also after the time that a killed one takes to end."""
+        deadline = time.monotonic() + _END_SECONDS
+        while others := self._presence.others(ranks):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_SECONDS)
+        return bool(others)
 
     def keep(self, step: int, write: Callable[[IO[bytes]], Any]) -> bool:
         """Keep this rank's data if a copy is due; call it after every step.
@@ -284,9 +309,9 @@ class Copies:
         return told
 
     def _names(self) -> list[str]:
-        """Return the names of the files in the folder."""
+        """Return the names of the parts in the folder, and of what unfinished calls have left."""
         try:
-            return os.listdir(self._folder)
+            return [name for name in os.listdir(self._folder) if not name.endswith(PRESENT)]
         except OSError:
             return []
 

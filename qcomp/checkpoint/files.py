@@ -9,10 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
 
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
+from qcomp.checkpoint.locks import create_locked, removed_if_left
 
 __all__ = ["write_whole"]
 
@@ -58,14 +55,13 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
     own = os.path.join(folder, f"{name}.{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}.unfinished")
     _look_for_others(folder, name)
     try:
-        with open(own, "xb") as file:
-            _lock(file)
+        with create_locked(own) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            if fcntl is not None:
+            if os.name == "posix":
                 os.replace(own, path)  # while it is locked
-        if fcntl is None:
+        if os.name != "posix":
             os.replace(own, path)  # Windows renames no open file
     except BaseException:
         with suppress(FileNotFoundError):
@@ -86,25 +82,11 @@ def _look_for_others(folder: str, name: str) -> None:
         found = pattern.fullmatch(other)
         if found is None:
             continue
-        with suppress(FileNotFoundError), open(os.path.join(folder, other), "rb") as file:
-            if _lock(file):
-                os.remove(file.name)
-            else:
+        with suppress(FileNotFoundError):
+            if removed_if_left(os.path.join(folder, other)) is False:
                 warnings.warn(
                     f"another process ({found[1]}) writes {os.path.join(folder, name)!r} at the same time, and the "
                     "content of one of the two will be lost: give each rank a file of its own",
                     RuntimeWarning,
                     stacklevel=3,
                 )
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until it is closed; return whether nobody else had locked it, as far as the disk tells."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a disk without locks
-            pass
-    return True

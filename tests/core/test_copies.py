@@ -4,7 +4,10 @@ import hashlib
 import io
 import itertools
 import os
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ import pytest
 import qcomp
 import qcomp.checkpoint.copies
 from qcomp.checkpoint import Copies
+from qcomp.checkpoint.locks import PRESENT, Presence, create_locked
 from qcomp.comm import run_local
 from qcomp.core.checkpoint.copies import Generation, Part, carry_stages, neighbours, newest_whole
 from qcomp.testing import lockstep
@@ -143,7 +147,8 @@ def bits(ends: Sequence[End]) -> list[dict[str, bytes]]:
 
 
 def files(root: Path, host: str) -> list[Path]:
-    return sorted((root / host).glob("qcomp-*/*"))
+    """Return the parts that a host has."""
+    return sorted(path for path in (root / host).glob("qcomp-*/*") if path.suffix != PRESENT)
 
 
 @pytest.fixture(scope="module")
@@ -606,6 +611,58 @@ class TestJobs:
     def test_names_must_be_usable_as_file_names(self, tmp_path, job):
         with pytest.raises(ValueError, match="job is "):
             self.newest(tmp_path, job=job)
+
+    @pytest.mark.skipif(os.name != "posix", reason="this system cannot tell which processes work in a folder")
+    def test_that_run_at_the_same_time_need_names_of_their_own(self, tmp_path, monkeypatch):
+        code = (
+            "import os, sys\n"
+            "import numpy\n"
+            "import qcomp\n"
+            "comm = qcomp.comm.LocalCommunicator.alone()\n"
+            "copies = qcomp.checkpoint.Copies(comm, every=1, folder=sys.argv[1], job='job')\n"
+            "copies.keep(1, lambda file: file.write(b'first'))\n"
+            "if os.fork() == 0:\n"  # as a data loader's worker, which outlives its rank
+            "    del copies\n"
+            "    print('ready', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as first:
+            assert first.stdout.readline() == b"ready\n"
+            monkeypatch.setattr(qcomp.checkpoint.copies, "_END_SECONDS", 0.0)
+            errors = errors_of(2, lambda comm: Copies(comm, every=1, folder=tmp_path, job="job"))
+            text = r"job is 'job', the name of another job that runs on .*; expected a name of its own for each job"
+            assert all(isinstance(error, ValueError) and re.match(text, str(error)) for error in errors)
+            assert self.newest(tmp_path, job="another") is None
+            first.kill()
+            first.wait(timeout=30)
+            assert self.newest(tmp_path, job="job") == (1, [b"first"])  # at once
+            first.stdin.close()
+
+    def test_whose_processes_take_a_moment_to_end_are_waited_for(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(qcomp.checkpoint.copies, "_PAUSE_SECONDS", 0.0)
+        folder = qcomp.checkpoint.copies._folder_of(tmp_path, "job")
+        ending = create_locked(folder / f"f00d{PRESENT}")
+        looked = []
+
+        class Looking(Presence):
+            def others(self, known):
+                looked.append(super().others(known))
+                if len(looked) == 3:
+                    ending.close()
+                return looked[-1]
+
+        monkeypatch.setattr(qcomp.checkpoint.copies, "Presence", Looking)
+        assert self.newest(tmp_path, job="job") is None
+        assert looked == [{"f00d"}] * 3 + [set()]
+        assert list(folder.iterdir()) == []
+
+    def test_in_one_process_may_follow_each_other(self, tmp_path):
+        """As when a job in Python goes on with other ranks while references to the old copies are left."""
+        old = self.kept(tmp_path, "job")
+        assert self.newest(tmp_path, job="job") == (1, [b"job"])
+        assert old.newest() == (1, [b"job"])
 
     def test_keep_their_folder_private(self, tmp_path):
         self.kept(tmp_path, "job")

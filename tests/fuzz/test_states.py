@@ -1,5 +1,6 @@
 """A damaged state is refused on every rank, clearly, quickly and in little memory; or it is a valid state."""
 
+import errno
 import math
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 import qcomp
 from qcomp import MismatchError
-from qcomp.checkpoint import write_whole
+from qcomp.checkpoint import locks, write_whole
 from qcomp.core.handshake import agree
 from tests.fuzz.damage import STRANGE, deep
 from tests.fuzz.states import ALONE, NAMES, TARGETS, attempt, targets
@@ -411,6 +412,35 @@ class TestFiles:
         write_whole(path, first)
         assert path.read_bytes() == b"first" * 1000
         assert os.listdir(tmp_path) == ["state"]
+
+    @pytest.mark.skipif(os.name != "posix", reason="this system has no locks on files")
+    def test_a_disk_without_locks_cannot_tell_so_nothing_is_removed(self, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(locks.fcntl, "flock", refuse)
+        other = tmp_path / "state.node-1-00000000.unfinished"
+        other.write_bytes(b"half")
+        write_whole(tmp_path / "state", lambda file: file.write(b"whole"))
+        assert other.read_bytes() == b"half"
+        assert (tmp_path / "state").read_bytes() == b"whole"
+
+    @pytest.mark.skipif(os.name != "posix", reason="this system has no locks on files")
+    def test_a_file_that_another_writer_takes_for_left_before_it_is_locked_is_created_again(
+        self, tmp_path, monkeypatch
+    ):
+        flock, taken = locks.fcntl.flock, []
+
+        def remove_the_first(file, how):
+            if not taken:
+                taken.append(file.name)
+                os.unlink(file.name)
+            return flock(file, how)
+
+        monkeypatch.setattr(locks.fcntl, "flock", remove_the_first)
+        write_whole(tmp_path / "state", lambda file: file.write(b"whole"))
+        assert (tmp_path / "state").read_bytes() == b"whole"
+        assert len(taken) == 1
 
     def test_a_partly_written_file_is_never_visible(self, tmp_path):
         path = tmp_path / "state"
