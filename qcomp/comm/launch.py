@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qcomp.comm.lifelines import SILENCE
 from qcomp.comm.local import LocalCommunicator
+from qcomp.comm.patience import Patience, inherit, patience
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import warn_caller
 
@@ -24,15 +24,17 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_
 _PLANNED_SIZES = ("SLURM_NTASKS", "WORLD_SIZE")
 
 
-@functools.cache
 def world(
-    *, timeout: float = 300.0, silence: float = SILENCE
+    *, timeout: float | None = None, silence: float | None = None
 ) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     """Return the communicator of all ranks started together with this process.
 
     It detects the launcher by environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
-    torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls with the
-    same arguments return the same communicator.
+    torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls return
+    the same communicator, unless they change the arguments.
+
+    Communicators that are made later have the same ``timeout`` and ``silence`` unless they are given others; also those
+    that optimizers and hooks make.
 
     Under torchrun it initialises torch.distributed if necessary, for one rank too. Arrays on GPUs use nccl if every
     rank of this machine can have its own GPU, which becomes the rank's current device. All other arrays use gloo.
@@ -40,9 +42,12 @@ def world(
     Parameters
     ----------
     timeout : float, optional
-        Seconds that a rank waits for the others in an exchange.
+        Seconds that a rank waits for the others in an exchange. By default the environment variable QCOMP_TIMEOUT, else
+        300.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as lost, that is, stopped or cut off.
+        Seconds without a sign of life after which a rank counts as lost, that is, stopped or cut off. By default the
+        environment variable QCOMP_SILENCE. Without either, a rank whose machine is cut off counts as lost after about
+        20 seconds; a process that is silent for as long is only reported.
 
     Returns
     -------
@@ -66,11 +71,17 @@ def world(
     >>> world()
     LocalCommunicator(rank=0, size=1)
     """
+    inherit(timeout=timeout, silence=silence)
+    return _world(patience())
+
+
+@functools.cache
+def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     environment = os.environ
     if _started_by_torchrun(environment):
         from qcomp.comm.torch_launch import torch_world  # noqa: PLC0415  (imports torch)
 
-        return torch_world(timeout=timeout, silence=silence)
+        return torch_world(**waits._asdict())
     announced = _mpi_size(environment)
     if announced == 1:
         _warn_if_alone_among_others(environment)
@@ -86,7 +97,7 @@ def world(
             f"{announced} processes were started together, but mpi4py's MPI library ({library}) sees only "
             "this one: start them with the mpirun of that library"
         )
-    return MPICommunicator(MPI.COMM_WORLD, timeout=timeout, silence=silence)
+    return MPICommunicator(MPI.COMM_WORLD, **waits._asdict())
 
 
 def _started_by_torchrun(environment: Mapping[str, str]) -> bool:

@@ -1,53 +1,46 @@
 """Connections through which a rank learns soon that another one has died, given up, stopped or become unreachable.
 
 MPI does not report a dead rank, and gloo does not report it to a rank in the middle of a message. So every two ranks
-have one more TCP connection, which a thread watches. If it closes, the peer has ended. If it stays silent, the peer has
-stopped or cannot be reached. When a rank announces its end or failure, it names the first exchange that it will not
-complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
+have one more TCP connection, which a thread watches. If the peer's process ends, its system closes the connection; if
+the peer's machine no longer answers, the own system does, which needs no interpreter on either side. A process that is
+only silent lives, but holds Python's lock, or is stopped: the ranks that wait for it are told so, and wait on, unless
+the caller has limited the silence. When a rank announces its end or failure, it names the first exchange that it will
+not complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from qcomp.core.reporting import name_ranks
+from qcomp.comm.connecting import Share, connect
+from qcomp.comm.patience import SILENCE
+from qcomp.core.reporting import name_ranks, warn_caller
 
-__all__ = ["SILENCE", "Lifelines", "lifelines"]
-
-SILENCE = 20.0
-"""Default for the seconds without a sign of life after which a rank counts as lost."""
-
-Share = Callable[[bytes], list[bytes]]
-"""Sends text to all ranks and returns what each one sent; the call is collective."""
+__all__ = ["Lifelines", "lifelines"]
 
 _MESSAGE = struct.Struct("<cQH")
 """Kind, the first exchange that the sender will not complete, bytes of the reason that follows."""
 _BEAT, _FINISHED, _FAILED = b".", b"f", b"x"
-_HELLO = struct.Struct("<16sI")
-"""The token of the rank that accepts, and the rank that connects."""
 _LONGEST_REASON = 1000
 _BEATS = 4
-"""Signs of life that a rank sends within the seconds of `silence`."""
+"""Signs of life that a rank sends within the shortest silence that some rank notices."""
+_LONGEST_TIMER = 32767.0
+"""The most seconds that the system accepts for its timers."""
 _GRACE_SECONDS = 0.3
 """Time for the last messages of a dead rank to arrive, or for this rank to find the same fault itself."""
-_CONNECT_SECONDS = 2.0
-_REPLY_SECONDS = 15.0
-_PATIENCE_SECONDS = 0.05
-_SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface."""
 _ALL_EXCHANGES = 0
 _ENDED = "has finished, died or given up: its connection is closed"
+_OUT_OF_REACH = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 
 class _Loss(NamedTuple):
@@ -57,7 +50,7 @@ class _Loss(NamedTuple):
     """The first exchange that it will not complete."""
     reason: str
     dead: bool
-    """Whether its process has ended, or shows no sign of life."""
+    """Whether its process has ended without a word, or cannot be reached."""
 
 
 class Lifelines:
@@ -67,29 +60,39 @@ class Lifelines:
     ----------
     sockets : mapping from int to socket
         By rank.
-    silence : float
-        Seconds without a sign of life after which a rank counts as lost.
+    silence : float or None
+        Seconds without a sign of life after which a rank counts as lost; None: it is only reported after `SILENCE`.
+    pause : float, optional
+        Seconds from one sign of life that this rank gives to the next.
 
     Attributes
     ----------
     changed : threading.Condition
-        Notified when a rank is lost.
+        Notified when a rank is lost, or when there is something to say about a silent one.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket], *, silence: float) -> None:
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], *, silence: float | None, pause: float | None = None
+    ) -> None:
         self.changed = threading.Condition()
         self._sockets = dict(sockets)
-        self._silence = silence
+        self._limit = SILENCE if silence is None else silence
+        self._pause = min(self._limit, SILENCE) / _BEATS if pause is None else pause
         self._begun = 0
         self._incomplete: set[int] = set()
         self._lost: dict[int, _Loss] = {}
         self._dead: set[int] = set()
+        self._left: set[int] = set()
+        self._errors: dict[int, OSError] = {}
         self._unread = dict.fromkeys(sockets, b"")
         now = time.monotonic()
         self._heard = dict.fromkeys(sockets, now)
+        self._silent: dict[int, float] = {}
+        self._news: dict[int, str] = {}
+        self._reported: set[int] = set()
         self._expected: list[tuple[float, int, _Loss]] = []
         self._turned = self._spoke = now
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # the garbage collector may call `finish` anywhere
         self._thread = threading.Thread(target=self._watch, name="qcomp lifelines", daemon=True)
         _open.add(self)
         if not sockets:
@@ -98,6 +101,8 @@ class Lifelines:
         for peer, connection in self._sockets.items():
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, peer)
+        watched = {peer for peer, connection in self._sockets.items() if _is_watched(connection, self._limit)}
+        self._fatal = self._sockets.keys() - watched if silence is None else self._sockets.keys()
         self._waker, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._thread.start()
@@ -110,8 +115,10 @@ class Lifelines:
         return number
 
     def complete(self, exchange: int) -> None:
-        """Take note that this rank has sent and received all of an exchange."""
+        """Take note that this rank has sent and received all of an exchange, for which all ranks were needed."""
         self._incomplete.discard(exchange)
+        for peer in list(self._silent):
+            self._hear(peer, time.monotonic())
 
     def problem(self, exchange: int, verb: str) -> str | None:
         """Return why an exchange cannot be completed, or None while no rank that it needs is lost."""
@@ -131,15 +138,35 @@ class Lifelines:
             )
 
     def is_dead(self, peer: int) -> bool:
-        """Return whether the process of a rank has ended, or shows no sign of life."""
+        """Return whether the process of a rank has ended without a word, or cannot be reached."""
         return peer in self._dead
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `report` has something to say."""
+        return bool(self._news)
+
+    def report(self) -> None:
+        """Warn of ranks that have fallen silent, and of those that are heard again; a rank that waits calls it."""
+        with self.changed:
+            texts = list(self._news.values())
+            self._news.clear()
+            self._reported = set(self._silent)
+        for text in texts:
+            warn_caller(text, RuntimeWarning)
+
+    def silent(self) -> str:
+        """Return an addition to an error that names the ranks that are silent; empty without any."""
+        silences = sorted(self._silent.items())
+        now = time.monotonic()
+        return "".join(f"; nothing was heard of rank {peer} for {now - x:.0f} s" for peer, x in silences)
 
     def give_up(self, reason: str) -> None:
         """Tell the others that this rank has failed, and why."""
         self._send(_FAILED, reason)
 
     def finish(self) -> None:
-        """Tell the others that this rank ends, and close the connections."""
+        """Tell the others that this rank takes no further part, and close the connections."""
         self._send(_FINISHED)
         if self._thread.ident is not None:
             self._waker.close()
@@ -160,13 +187,14 @@ class Lifelines:
         text = reason.encode()[:_LONGEST_REASON]
         data = _MESSAGE.pack(kind, min(self._incomplete, default=self._begun), len(text)) + text
         with self._sending:
-            for connection in self._sockets.values():
+            for peer, connection in self._sockets.items():
                 try:
                     whole = connection.send(data) == len(data)
                 except BlockingIOError:
                     whole = True  # the peer does not read: it has stopped
-                except OSError:
-                    continue  # the peer has ended; `_read` notices this on the same connection
+                except OSError as error:
+                    self._errors[peer] = error  # `_read` notices the end of the connection, but not the error
+                    continue
                 if not whole:  # the peer would misread any further message
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_WR)
@@ -179,11 +207,11 @@ class Lifelines:
 
     def _turn(self) -> bool:
         """Wait a little, read what has arrived, and send a sign of life when due; return whether to go on."""
-        pause = self._silence / _BEATS
-        soonest = min([self._spoke + pause, *(due for due, _, _ in self._expected)])
-        events = self._selector.select(max(0.0, soonest - time.monotonic()))
+        due = [self._spoke + self._pause, *(due for due, _, _ in self._expected)]
+        due += (heard + self._limit for peer, heard in self._heard.items() if peer not in self._silent)
+        events = self._selector.select(max(0.0, min(due) - time.monotonic()))
         now = time.monotonic()
-        if now - self._turned > 2 * pause:
+        if now - self._turned > self._limit / 2:
             # This process itself was stopped, and has not read what the others sent meanwhile.
             self._heard = dict.fromkeys(self._heard, now)
         self._turned = now
@@ -191,7 +219,7 @@ class Lifelines:
             if key.data is None:
                 return False
             self._read(key.data, now)
-        if now >= self._spoke + pause:
+        if now >= self._spoke + self._pause:
             self._spoke = now
             self._send(_BEAT)
         while self._expected and now >= self._expected[0][0]:
@@ -199,10 +227,8 @@ class Lifelines:
             self._lose(peer, loss)
             del self._expected[0]
         for peer, heard in list(self._heard.items()):
-            if now - heard > self._silence:
-                del self._heard[peer]
-                text = f"nothing was heard of rank {peer} for {self._silence:g} s: it was stopped or cut off"
-                self._lose(peer, _Loss(_ALL_EXCHANGES, text, dead=True))
+            if now >= heard + self._limit and peer not in self._silent:
+                self._miss(peer, heard)
         return True
 
     def _read(self, peer: int, now: float) -> None:
@@ -211,16 +237,17 @@ class Lifelines:
             data = b"" if connection is None else connection.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            self._errors[peer] = error
             data = b""
         if not data:
             if connection is not None:
                 self._selector.unregister(connection)
-            self._heard.pop(peer, None)
-            self._expect(peer, _Loss(_ALL_EXCHANGES, f"rank {peer} {_ENDED}", dead=True), now)
+            for known in (self._heard, self._silent, self._news):
+                known.pop(peer, None)
+            self._expect(peer, self._end_of(peer), now)
             return
-        if peer in self._heard:
-            self._heard[peer] = now
+        self._hear(peer, now)
         self._unread[peer] += data
         while len(text := self._unread[peer]) >= _MESSAGE.size:
             kind, first, length = _MESSAGE.unpack_from(text)
@@ -232,7 +259,47 @@ class Lifelines:
                 why = text[_MESSAGE.size : end].decode(errors="replace")
                 self._expect(peer, _Loss(first, f"rank {peer} failed: {why}", dead=False), now)
             elif kind == _FINISHED:
+                self._left.add(peer)
                 self._expect(peer, _Loss(first, f"rank {peer} {_ENDED}", dead=False), now)
+
+    def _end_of(self, peer: int) -> _Loss:
+        """Return what the end of a connection says about the peer."""
+        error = self._errors.get(peer)
+        if error is not None and error.errno in _OUT_OF_REACH:
+            text = f"rank {peer} cannot be reached: its machine is down or cut off ({error.strerror})"
+            return _Loss(_ALL_EXCHANGES, text, dead=True)
+        return _Loss(_ALL_EXCHANGES, f"rank {peer} {_ENDED}", dead=peer not in self._left)
+
+    def _hear(self, peer: int, now: float) -> None:
+        """Take note of a sign of life."""
+        if peer not in self._heard:
+            return
+        self._heard[peer] = now
+        if peer not in self._silent:
+            return
+        with self.changed:
+            since = self._silent.pop(peer, now)
+            if peer in self._reported:
+                self._news[peer] = f"rank {peer} is heard again, after {now - since:.0f} s"
+            else:
+                self._news.pop(peer, None)
+
+    def _miss(self, peer: int, heard: float) -> None:
+        """Take note that nothing was heard of a rank for the longest time allowed."""
+        if peer in self._fatal:
+            del self._heard[peer]
+            text = f"nothing was heard of rank {peer} for {self._limit:g} s: it was stopped or cut off"
+            self._lose(peer, _Loss(_ALL_EXCHANGES, text, dead=True))
+            return
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._limit))
+        with self.changed:
+            self._silent[peer] = heard
+            self._news[peer] = (
+                f"nothing was heard of rank {peer} for {self._limit:g} s, since {since}: its process holds Python's "
+                "lock or is stopped, or its machine is cut off, which shows within seconds. This rank waits for it "
+                "until the timeout; with silence= or QCOMP_SILENCE it would give the other up sooner"
+            )
+            self.changed.notify_all()
 
     def _expect(self, peer: int, loss: _Loss, now: float) -> None:
         # In order of arrival, so that errors name the first failure, not a rank that gave up because of it.
@@ -249,13 +316,33 @@ class Lifelines:
 
     def after_fork(self) -> None:
         """Close this child's copies of the connections, so that they end with the parent."""
-        self._sending = threading.Lock()  # the parent's thread may have held it
+        self._sending = threading.RLock()  # the parent's thread may have held it
         self._close()
 
 
 def _reason(losses: Sequence[_Loss], exchange: int, verb: str) -> str | None:
     """Return why an exchange cannot be completed, if one of these ranks is needed."""
     return next((f"{verb}: {loss.reason}" for loss in losses if exchange >= loss.first), None)
+
+
+def _is_watched(connection: socket.socket, limit: float) -> bool:
+    """Let the system end a connection if the peer's machine does not answer for some seconds; return whether it can."""
+    if connection.getsockname()[:1] == connection.getpeername()[:1]:
+        return True  # the peer is on this machine
+    seconds = min(limit, _LONGEST_TIMER)
+    # Of the limit, a quarter may pass before the next sign of life is sent, which then is not answered.
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", seconds / 2),
+            ("TCP_KEEPINTVL", seconds / 8),
+            ("TCP_KEEPCNT", 4),
+            ("TCP_USER_TIMEOUT", 700 * seconds),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
+    except (AttributeError, OSError):  # another system
+        return False
+    return True
 
 
 _open: weakref.WeakSet[Lifelines] = weakref.WeakSet()
@@ -270,20 +357,34 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifelines:
+def lifelines(
+    rank: int,
+    size: int,
+    share: Share,
+    *,
+    silence: float | None,
+    look_for: Callable[[Collection[int]], None] = lambda _: None,
+) -> Lifelines:
     """Connect this rank with all others.
 
     Parameters
     ----------
     rank, size : int
     share : callable
-        Sends text to all ranks and returns what each one sent. It is collective, and called twice.
-    silence : float
-        Seconds without a sign of life after which a rank counts as lost.
+        Tells all ranks a text; see `qcomp.comm.connecting`.
+    silence : float or None
+        Seconds without a sign of life after which a rank counts as lost; None: it is only reported after `SILENCE`.
+    look_for : callable
+        Called with the ranks with which no connection can be made; raises if the transport knows that one has ended.
 
     Returns
     -------
     Lifelines
+
+    Raises
+    ------
+    CommunicatorError
+        If a rank ends meanwhile.
 
     Warns
     -----
@@ -292,126 +393,22 @@ def lifelines(rank: int, size: int, share: Share, *, silence: float) -> Lifeline
     """
     if size == 1:
         return Lifelines({}, silence=silence)
-    with ExitStack() as stack:
-        listener = stack.enter_context(_listener(size))
-        listener.settimeout(_PATIENCE_SECONDS)
-        own = secrets.token_bytes(_HELLO.size - 4)
-        port = listener.getsockname()[1]
-        lines = [
-            text.decode().split() for text in share(" ".join([own.hex(), str(port), *_addresses()]).encode())
-        ]
-        accepted: dict[int, socket.socket] = {}
-        accepting = threading.Thread(
-            target=_accept, args=(listener, own, accepted, size - 1 - rank), daemon=True
-        )
-        accepting.start()
-        found: dict[int, socket.socket] = {}
-        for peer in range(rank):
-            token, port_there, *addresses = lines[peer]
-            hello = _HELLO.pack(bytes.fromhex(token), rank)
-            connection = _connect(addresses, int(port_there), hello)
-            if connection is not None:
-                found[peer] = connection
-        connected = share(" ".join(map(str, found)).encode())
-        listener.close()
-        accepting.join()
-        expected = {peer for peer in range(rank + 1, size) if str(rank) in connected[peer].decode().split()}
-        found |= {peer: connection for peer, connection in accepted.items() if peer in expected}
-        for peer in accepted.keys() - expected:
-            accepted[peer].close()
-    missing = set(range(size)) - found.keys() - {rank}
-    if missing:
-        warnings.warn(
-            f"rank {rank} has no connection to {name_ranks(missing)} beside the transport's, so their death is noticed "
-            "only by the transport: let the nodes reach each other on all TCP ports, or set GLOO_SOCKET_IFNAME to the "
-            "interface on which they do",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    for connection in found.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Lifelines(found, silence=silence)
-
-
-def _listener(backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-def _accept(listener: socket.socket, token: bytes, accepted: dict[int, socket.socket], wanted: int) -> None:
-    """Accept connections from ranks that know this rank's token, until all are there or the listener is closed."""
-    while len(accepted) < wanted:
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        except OSError:
-            return
-        try:
-            connection.settimeout(_CONNECT_SECONDS)
-            told, peer = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            if not secrets.compare_digest(told, token):
-                raise OSError("the peer of this connection does not know the token")
-            connection.sendall(token)
-            accepted[peer] = connection
-        except OSError:
-            connection.close()
-
-
-def _connect(addresses: Sequence[str], port: int, hello: bytes) -> socket.socket | None:
-    """Return a connection to the rank that knows the token, at the first of these addresses where it answers."""
-    for address in addresses:
-        with suppress(OSError):
-            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
-            try:
-                connection.settimeout(_REPLY_SECONDS)
-                connection.sendall(hello)
-                if secrets.compare_digest(_exactly(connection, _HELLO.size - 4), hello[:-4]):
-                    return connection
-            except OSError:
-                pass
-            connection.close()
-    return None
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        data += part
-    return data
-
-
-def _addresses() -> list[str]:
-    """Return the addresses at which others may reach this host, the most likely ones first."""
-    found = [*_of_interfaces(), *_of_name()]
-    first = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    addresses = [
-        address for name, address in sorted(found, key=lambda pair: (pair[0] == "lo", pair[0] not in first))
-    ]
-    return list(dict.fromkeys([*addresses, "127.0.0.1"]))
-
-
-def _of_interfaces() -> Iterator[tuple[str, str]]:
-    """Yield each network interface with its IPv4 address."""
+    pause = min(SILENCE, SILENCE if silence is None else silence) / _BEATS
+    sockets, notes = connect(rank, size, share, note=repr(pause))
+    missing = set(range(size)) - sockets.keys() - {rank}
     try:
-        import fcntl  # noqa: PLC0415  (not on Windows)
-    except ImportError:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-                yield name, socket.inet_ntoa(reply[20:24])
-
-
-def _of_name() -> Iterator[tuple[str, str]]:
-    """Yield the addresses that this host's name resolves to."""
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            yield "", str(address[0])
+        if missing:
+            look_for(missing)
+            warn_caller(
+                f"rank {rank} has no connection to {name_ranks(missing)} beside the transport's, so their death is "
+                "noticed only by the transport: let the nodes reach each other on all TCP ports, or set "
+                "GLOO_SOCKET_IFNAME to the interface on which they do",
+                RuntimeWarning,
+            )
+    except BaseException:
+        for connection in sockets.values():
+            connection.close()
+        raise
+    for connection in sockets.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Lifelines(sockets, silence=silence, pause=min(map(float, notes.values())))

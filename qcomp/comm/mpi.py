@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,22 +15,26 @@ from qcomp.comm import mpi_exit
 from qcomp.comm.buffers import stage_exchange, to_host
 from qcomp.comm.cuda_buffers import reads_devices, stage
 from qcomp.comm.host import host_name
-from qcomp.comm.lifelines import SILENCE, lifelines
+from qcomp.comm.lifelines import lifelines
 from qcomp.comm.mpi_exchange import MPIExchange, poll
 from qcomp.comm.mpi_library import MPI
-from qcomp.comm.verbs import Pending, Verbs
+from qcomp.comm.patience import patience
+from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.core.errors import CommunicatorError
 
 __all__ = ["MPICommunicator"]
 
 Array = Any
 
+_CHECK_SECONDS = 0.1
+
 
 class MPICommunicator(Verbs):
     """The ranks of an mpi4py communicator.
 
-    Creating one is collective: it duplicates `comm`, so its messages never mix with the user's. It lives as long as the
-    process.
+    Creating one is collective: it duplicates `comm`, so its messages never mix with the user's. When the last reference
+    to it goes, or by `close`, its threads and connections end. The duplicate stays until the end of the process,
+    since ranks can free it only together: MPI libraries have room for about two thousand.
 
     CuPy and torch buffers on a CUDA device are passed to MPI directly, after a wait for the current stream, if MPI
     reports that it can read them (``MPIX_Query_cuda_support``, or MPI 4.1's kinds of memory); otherwise they are staged
@@ -42,17 +49,27 @@ class MPICommunicator(Verbs):
     process can only end by aborting the job.
 
     Most launchers end the job when a rank dies. For the others, every two ranks have one more TCP connection: ranks
-    that wait for a rank learn within a second that it has died, and after `silence` that it was stopped or cut off.
+    that wait for a rank learn within a second that its process has died, and within 20 seconds that its machine is cut
+    off. A process that is silent for as long holds Python's lock or is stopped: the ranks that wait for it warn, and
+    wait until the timeout. If a rank ends before it has created its first, without an exception, the others notice
+    after the timeout: MPI does not tell them.
+
+    A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there. If
+    it does not end by `os._exit`, as children of multiprocessing do, qcomp ends it so, with status 1 and a message:
+    mpi4py would finalize MPI there, which breaks the whole job.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         For instance ``MPI.COMM_WORLD``.
     timeout : float, optional
-        Seconds that a rank waits for the others in an exchange.
+        Seconds that a rank waits for the others in an exchange. By default what `qcomp.comm.world` was given, else the
+        environment variable QCOMP_TIMEOUT, else 300.
     silence : float, optional
         Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
-        in this time, so choose it longer than any other code of a rank holds Python's global lock.
+        in this time, so choose it longer than any other code of a rank holds Python's lock. By default what
+        `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
+        only reported.
 
     Attributes
     ----------
@@ -64,6 +81,8 @@ class MPICommunicator(Verbs):
         Bytes that this rank has passed to MPI for other ranks.
     timeout : float
         Seconds.
+    silence : float or None
+        Seconds; None: a silent rank is only reported.
     cuda_aware : bool
         Whether buffers on a CUDA device are passed to MPI directly.
 
@@ -74,12 +93,12 @@ class MPICommunicator(Verbs):
     ValueError
         If `timeout` or `silence` is not positive, or QCOMP_CUDA_AWARE_MPI neither 0 nor 1.
     CommunicatorError
-        If the other ranks do not create theirs in time.
+        If another rank ends or does not create its own in time, or this is a forked child of a rank.
 
     Warns
     -----
     RuntimeWarning
-        If the additional connection to a rank cannot be made.
+        If the additional connection to a rank cannot be made, or a rank is silent.
 
     Examples
     --------
@@ -90,49 +109,91 @@ class MPICommunicator(Verbs):
     [array([7], dtype=uint8)]
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, timeout: float = 300.0, silence: float = SILENCE) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, *, timeout: float | None = None, silence: float | None = None
+    ) -> None:
         if not isinstance(comm, MPI.Intracomm):
             raise TypeError(f"comm must be an mpi4py.MPI.Intracomm, got {comm!r}")
-        for name, seconds in (("timeout", timeout), ("silence", silence)):
-            if not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+        self.timeout, self.silence = patience(timeout=timeout, silence=silence)
+        mpi_exit.require_rank()
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.host = host_name(MPI.Get_processor_name())
         self.bytes_sent = 0
-        self.timeout = timeout
         self.cuda_aware = reads_devices(comm)
         self._closed: str | None = None
         # In order of start, which is the same on all ranks.
         self._under_way: list[MPIExchange] = mpi_exit.kept_list()
         if self.size > 1:
             mpi_exit.guard()
-        self._comm, duplication = comm.Idup()
-        self._wait_at_creation(duplication)
-        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
-        if self.size > 1:
-            mpi_exit.take_leave_at_exit(self._comm, self._lifelines)
+        ranks = comm.Get_group()
+        try:
+            self._comm, duplication = comm.Idup()
+            self._await_ranks(ranks, duplication)
+            self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+            self._lifelines = lifelines(
+                self.rank,
+                self.size,
+                functools.partial(self._share, ranks),
+                silence=self.silence,
+                look_for=lambda _: mpi_exit.require_alive(ranks),
+            )
+        except BaseException:
+            if self.size > 1:
+                mpi_exit.abort_at_exit()
+            raise
+        finally:
+            ranks.Free()
+        self._leave = mpi_exit.take_leave_at_exit(self, self._comm, self._lifelines)
 
-    def _share(self, text: bytes) -> list[bytes]:
-        """Return the texts of all ranks."""
-        length, lengths = np.array([len(text)], dtype="<i8"), np.empty(self.size, dtype="<i8")
-        self._wait_at_creation(self._comm.Iallgather(length, lengths))
+    def _share(self, ranks: MPI.Group, text: str, check: Callable[[], None]) -> Iterator[tuple[int, str]]:
+        """Give a text to all ranks, and yield every rank with its text."""
+        data = text.encode()
+        length, lengths = np.array([len(data)], dtype="<i8"), np.empty(self.size, dtype="<i8")
+        self._await_ranks(ranks, self._comm.Iallgather(length, lengths), check)
         texts = np.empty((self.size, max(1, lengths.max())), dtype=np.uint8)
         own = np.zeros_like(texts[0])
-        own[: len(text)] = np.frombuffer(text, dtype=np.uint8)
-        self._wait_at_creation(self._comm.Iallgather(own, texts))
-        return [row[:n].tobytes() for row, n in zip(texts, lengths, strict=True)]
+        own[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        self._await_ranks(ranks, self._comm.Iallgather(own, texts), check)
+        for rank, (row, n) in enumerate(zip(texts, lengths, strict=True)):
+            yield rank, row[:n].tobytes().decode()
 
-    def _wait_at_creation(self, request: MPI.Request) -> None:
-        if not poll(request.Test, self.timeout):
-            mpi_exit.abort_at_exit()
-            raise CommunicatorError(
-                f"MPICommunicator: waited {self.timeout:g} s for the other {self.size - 1} ranks to create theirs"
-            )
+    def _await_ranks(
+        self, ranks: MPI.Group, request: MPI.Request, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait at creation until all ranks have come."""
+        next_check = time.monotonic()
+
+        def done() -> bool:
+            nonlocal next_check
+            if request.Test():
+                return True
+            if time.monotonic() >= next_check:
+                check()
+                mpi_exit.require_alive(ranks)
+                next_check = time.monotonic() + _CHECK_SECONDS
+            return False
+
+        try:
+            if not poll(done, self.timeout):
+                raise CommunicatorError(
+                    f"MPICommunicator: waited {self.timeout:g} s for the other {self.size - 1} ranks to create theirs"
+                )
+        except BaseException:
+            mpi_exit.keep(request)
+            raise
 
     def __repr__(self) -> str:
         return f"MPICommunicator(rank={self.rank}, size={self.size})"
+
+    def close(self) -> None:
+        """End the threads and connections of this rank. Not collective.
+
+        Exchanges that other ranks have not completed fail there, and all later ones fail here. MPI's own duplicate of
+        the communicator stays until the end of the process.
+        """
+        self._closed = self._closed or "close was called"
+        self._leave()
 
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
         return self._start(verb, send, receive).wait()
@@ -160,6 +221,8 @@ class MPICommunicator(Verbs):
 
         def done() -> bool:
             self._advance()
+            if self._lifelines.has_news:
+                self._lifelines.report()
             if not exchange.is_complete:
                 problem = self._lifelines.problem(exchange.number, verb)
                 if problem is not None:
@@ -171,7 +234,9 @@ class MPICommunicator(Verbs):
 
         with self._closing_on_failure(verb):
             if not (exchange.is_complete or poll(done, self.timeout, flowing=flowing)):
-                raise CommunicatorError(f"{verb}: waited {self.timeout:g} s: {exchange.whats_missing()}")
+                raise CommunicatorError(
+                    f"{verb}: waited {self.timeout:g} s: {exchange.whats_missing()}{self._lifelines.silent()}"
+                )
 
     def _advance(self) -> None:
         earlier: set[int] = set()
@@ -183,6 +248,8 @@ class MPICommunicator(Verbs):
         self._under_way[:] = [exchange for exchange in self._under_way if not exchange.is_complete]
 
     def _require_open(self, verb: str) -> None:
+        if os.getpid() != self._process:
+            self._refuse(verb)
         if self._closed is not None:
             raise CommunicatorError(f"{verb}: this communicator is closed: {self._closed}")
 
@@ -197,10 +264,14 @@ class MPICommunicator(Verbs):
             self._close(f"{verb}: MPI failed: {error}")
             raise CommunicatorError(self._closed) from error
         except BaseException as error:
-            self._close(f"{verb} was interrupted by {type(error).__name__}")
+            self._close(f"{verb} was interrupted by {described(error)}")
             raise
 
     def _close(self, reason: str) -> None:
         self._closed = reason
         self._lifelines.give_up(reason)
         mpi_exit.report_failure(self._comm, reason)
+
+
+if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() > 1:
+    mpi_exit.guard()  # already now, since other ranks may wait for this one to create a communicator

@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
@@ -22,14 +23,18 @@ import numpy as np
 
 from qcomp.comm.lifelines import Lifelines
 from qcomp.comm.mpi_library import MPI
+from qcomp.core.errors import CommunicatorError
 
 __all__ = [
     "FAILED_TAG",
     "FINISHED_TAG",
     "abort_at_exit",
     "guard",
+    "keep",
     "kept_list",
     "report_failure",
+    "require_alive",
+    "require_rank",
     "take_leave_at_exit",
 ]
 
@@ -40,7 +45,12 @@ _LONGEST_REPORT = 1000
 _PAUSE_SECONDS = 1e-3
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
 
+_process = os.getpid()
+"""The process that is a rank; its forked children are none."""
 _open: list[tuple[MPI.Intracomm, Lifelines]] = []
+_closed: list[MPI.Intracomm] = []
+"""Communicators that this rank no longer uses, while others may."""
+_leaving: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
 # MPI may access the memory of exchanges in flight even after one has failed, so that memory stays.
 _unfinished: list[object] = []
 
@@ -53,7 +63,9 @@ def guard() -> None:
     def print_and_abort(
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        if issubclass(kind, KeyboardInterrupt):
+        if os.getpid() != _process:
+            previous(kind, value, traceback)
+        elif issubclass(kind, KeyboardInterrupt):
             _abort(_INTERRUPTED)
         else:
             try:
@@ -64,6 +76,8 @@ def guard() -> None:
     sys.excepthook = print_and_abort
     sys.unraisablehook = functools.partial(_abort_if_interrupted, sys.unraisablehook)
     atexit.register(_take_leave)  # mpi4py finalizes MPI after all of Python's exit functions
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_become_child)
 
 
 @functools.cache
@@ -72,11 +86,36 @@ def abort_at_exit() -> None:
     atexit.register(_abort, 1)
 
 
+def keep(anything: object) -> None:
+    """Never free what MPI may still access."""
+    _unfinished.append(anything)
+
+
 def kept_list() -> list[Any]:
     """Return a new list whose items are never freed."""
     kept: list[Any] = []
-    _unfinished.append(kept)
+    keep(kept)
     return kept
+
+
+def require_rank() -> None:
+    """Raise in a forked child of a rank."""
+    if os.getpid() != _process:
+        raise CommunicatorError(
+            f"MPICommunicator: process {os.getpid()} is a forked child of a rank (process {_process}), whose "
+            "connections it must not use: create communicators in ranks only"
+        )
+
+
+def require_alive(ranks: MPI.Group) -> None:
+    """Raise if one of these ranks has ended, as far as the communicators between this rank and that one know."""
+    for comm, lines in _open:
+        known = comm.Get_group()
+        peers = _peers(comm)
+        for peer, rank in zip(peers, known.Translate_ranks(peers, ranks), strict=True):
+            if rank != MPI.UNDEFINED and (lines.is_dead(peer) or comm.Iprobe(source=peer, tag=FINISHED_TAG)):
+                raise CommunicatorError(f"MPICommunicator: rank {rank} ended before it created its own")
+        known.Free()
 
 
 def report_failure(comm: MPI.Intracomm, reason: str) -> None:
@@ -88,17 +127,46 @@ def report_failure(comm: MPI.Intracomm, reason: str) -> None:
         _unfinished.extend(_send_all(comm, text, FAILED_TAG))
 
 
-def take_leave_at_exit(comm: MPI.Intracomm, lines: Lifelines) -> None:
-    """At the end of this process, tell all other ranks of `comm`, and wait for their end."""
-    _open.append((comm, lines))
+def take_leave_at_exit(owner: object, comm: MPI.Intracomm, lines: Lifelines) -> weakref.finalize[..., object]:
+    """At the end of this process, tell all other ranks of `comm`, and wait for their end.
+
+    Parameters
+    ----------
+    owner : object
+        The communicator.
+    comm : MPI.Intracomm
+    lines : Lifelines
+
+    Returns
+    -------
+    weakref.finalize
+        Frees what this rank can free without the others; called when the owner goes. Others that still use `comm`
+        learn of it, and of the end of this process.
+    """
+    entry = comm, lines
+    if comm.Get_size() > 1:
+        _open.append(entry)
+    leave = weakref.finalize(owner, _close, entry)
+    leave.atexit = False
+    _leaving[owner] = leave
+    return leave
+
+
+def _close(entry: tuple[MPI.Intracomm, Lifelines]) -> None:
+    comm, lines = entry
+    lines.finish()
+    if entry in _open:
+        _open.remove(entry)
+        _closed.append(comm)
 
 
 def _take_leave() -> None:
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or os.getpid() != _process:
         return
     try:
         nothing = np.empty(0, dtype=np.uint8)
-        farewells = [request for comm, _ in _open for request in _send_all(comm, nothing, FINISHED_TAG)]
+        comms = [*(comm for comm, _ in _open), *_closed]
+        farewells = [request for comm in comms for request in _send_all(comm, nothing, FINISHED_TAG)]
         for comm, lines in _open:
             for peer in _peers(comm):
                 _await_farewell(comm, peer, lines)
@@ -108,10 +176,31 @@ def _take_leave() -> None:
         _abort(_INTERRUPTED)
 
 
+def _become_child() -> None:
+    """Let a forked child act for no rank: it frees nothing, takes no leave, and does not finalize MPI."""
+    for leave in list(_leaving.values()):
+        leave.detach()
+    atexit.register(_end_child)
+
+
+def _end_child() -> None:
+    """End a forked child before mpi4py finalizes MPI in it, which would break the job."""
+    sys.stderr.write(
+        f"qcomp: process {os.getpid()}, a forked child of a rank of MPI, ends here with status 1, because mpi4py would "
+        "finalize MPI in it and break the job: end forked children by os._exit\n"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def _abort_if_interrupted(
     previous: Callable[[sys.UnraisableHookArgs], Any], ignored: sys.UnraisableHookArgs
 ) -> None:
     """Let Ctrl-C abort the job after the script's last line, too, where Python prints it and goes on."""
+    if os.getpid() != _process:
+        previous(ignored)
+        return
     ended = ignored.object is threading or not threading.main_thread().is_alive()
     if ended and issubclass(ignored.exc_type, KeyboardInterrupt):
         _abort(_INTERRUPTED)
@@ -138,7 +227,7 @@ def _peers(comm: MPI.Intracomm) -> list[int]:
 
 
 def _abort(exit_code: int) -> None:
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or os.getpid() != _process:
         return
     try:
         for stream in (sys.stdout, sys.stderr):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import multiprocessing.util
+import os
 import platform
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +18,12 @@ import array_api_compat
 
 from qcomp.comm.buffers import check_buffer, stage_exchange, to_host
 from qcomp.comm.host import host_name
-from qcomp.comm.lifelines import SILENCE, Lifelines, lifelines
+from qcomp.comm.lifelines import Lifelines, lifelines
+from qcomp.comm.patience import Patience, patience
 from qcomp.comm.torch_exchange import UNUSED_TAG, TorchExchange
-from qcomp.comm.torch_library import dist, torch
-from qcomp.comm.verbs import Pending, Verbs
+from qcomp.comm.torch_library import dist, is_of_transport, torch, transport_errors
+from qcomp.comm.torch_meeting import Meeting
+from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
 from qcomp.private_names.torch import default_store
@@ -30,12 +34,21 @@ Array = Any
 
 _AT_ONCE = timedelta(milliseconds=1)
 _END_SECONDS = 1.0
+_CREATION = 0
+"""Ranks that fail while they create a communicator complete no exchange, not even the first."""
+_ABSENT_TAG = 0x71636F6D
+"""Nobody sends with this tag over the user's connections."""
 
 # Keeps alive memory that gloo may still access, and connections that a thread may still wait for, after a failure.
 _unfinished: list[tuple[Any, object]] = []
 
 # Number of communicators per group name, equal on all ranks of the group.
 _created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+_alive: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+_of_parents: list[Any] = []
+"""The process groups of all ranks in which a parent of this process takes part."""
 
 
 class TorchCommunicator(Verbs):
@@ -51,10 +64,14 @@ class TorchCommunicator(Verbs):
     A header of 8 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb and
     all sizes, so that a different verb or size is an error on all ranks, and nothing is truncated.
 
-    Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that it has died,
-    even in the middle of a message, where gloo notices nothing. They learn after `silence` that it was stopped or cut
-    off. A rank whose exchange fails tells the others why. Until all ranks have created their communicators, only the
-    timeout ends a wait.
+    Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that its process has
+    died, even in the middle of a message, where gloo notices nothing, and within 20 seconds that its machine is cut
+    off. A process that is silent for as long holds Python's lock or is stopped: the ranks that wait for it warn, and
+    wait until the timeout. A rank whose exchange fails tells the others why. The same holds while ranks create
+    theirs. If a rank ends before it has begun to, the others notice at once where `group` has gloo, else after the
+    timeout.
+
+    A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there.
 
     With nccl, `start` returns when all ranks have started the exchange; with gloo at once.
 
@@ -64,10 +81,13 @@ class TorchCommunicator(Verbs):
         By default all ranks.
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange. With nccl, if a peer dies after the exchange of
-        headers, the watchdog of torch.distributed ends the process after the timeout of `group`.
+        headers, the watchdog of torch.distributed ends the process after the timeout of `group`. By default what
+        `qcomp.comm.world` was given, else the environment variable QCOMP_TIMEOUT, else 300.
     silence : float, optional
         Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
-        in this time, so choose it longer than any other code of a rank holds Python's global lock.
+        in this time, so choose it longer than any other code of a rank holds Python's lock. By default what
+        `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
+        only reported.
 
     Attributes
     ----------
@@ -79,6 +99,8 @@ class TorchCommunicator(Verbs):
         Bytes that this rank has passed to torch.distributed for other ranks, without headers.
     timeout : float
         Seconds.
+    silence : float or None
+        Seconds; None: a silent rank is only reported.
 
     Raises
     ------
@@ -87,12 +109,13 @@ class TorchCommunicator(Verbs):
     ValueError
         If `timeout` or `silence` is not positive, or the group has another backend.
     CommunicatorError
-        If torch.distributed is not initialised, or the other ranks do not create theirs in time.
+        If torch.distributed is not initialised, or was by a parent process, or another rank ends or does not create
+        its own in time.
 
     Warns
     -----
     RuntimeWarning
-        If the additional connection to a rank cannot be made.
+        If the additional connection to a rank cannot be made, or a rank is silent.
 
     Examples
     --------
@@ -104,8 +127,10 @@ class TorchCommunicator(Verbs):
     >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(self, group: Any = None, *, timeout: float = 300.0, silence: float = SILENCE) -> None:
-        _require_positive(timeout=timeout, silence=silence)
+    def __init__(
+        self, group: Any = None, *, timeout: float | None = None, silence: float | None = None
+    ) -> None:
+        waits = patience(timeout=timeout, silence=silence)
         if not dist.is_initialized():
             raise CommunicatorError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group, or start this "
@@ -115,6 +140,11 @@ class TorchCommunicator(Verbs):
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a torch.distributed.ProcessGroup of this process, got {group!r}")
+        if any(dist.group.WORLD is known for known in _of_parents):
+            raise CommunicatorError(
+                "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, whose "
+                "connections it must not use: make communicators in the parent"
+            )
         backends = str(dist.get_backend_config(group))
         on_device = "nccl" in backends
         if not (on_device or "gloo" in backends):
@@ -124,11 +154,18 @@ class TorchCommunicator(Verbs):
         # Not new_group, which all ranks of the job must call, not only those of this group.
         name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
         store = dist.PrefixStore(name, default_store())
-        self._open(store, int(dist.get_rank(group)), int(dist.get_world_size(group)), timeout, silence)
+        rank, size = int(dist.get_rank(group)), int(dist.get_world_size(group))
+        self._open(store, rank, size, waits, _seeker(group) if "gloo" in backends else _nothing)
 
     @classmethod
     def from_store(
-        cls, store: Any, *, rank: int, size: int, timeout: float = 300.0, silence: float = SILENCE
+        cls,
+        store: Any,
+        *,
+        rank: int,
+        size: int,
+        timeout: float | None = None,
+        silence: float | None = None,
     ) -> TorchCommunicator:
         """Return a gloo communicator of the ranks that meet in a store; it needs no process group. Collective.
 
@@ -146,28 +183,50 @@ class TorchCommunicator(Verbs):
         ValueError
             If a number is out of range.
         CommunicatorError
-            If the other ranks do not create theirs in time.
+            If another rank ends or does not create its own in time.
         """
-        _require_positive(timeout=timeout, silence=silence)
+        waits = patience(timeout=timeout, silence=silence)
         if not 0 <= rank < size:
             raise ValueError(f"rank must be from 0 to size - 1 = {size - 1}, got {rank}")
         self = cls.__new__(cls)
         self._group = self._device = None
-        self._open(store, rank, size, timeout, silence)
+        self._open(store, rank, size, waits, _nothing)
         return self
 
-    def _open(self, store: Any, rank: int, size: int, timeout: float, silence: float) -> None:
+    def _open(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        waits: Patience,
+        look_for: Callable[[Collection[int]], None],
+    ) -> None:
         """Connect this rank with the others."""
         self.rank, self.size = rank, size
         self.host = host_name(platform.node())
         self.bytes_sent = 0
-        self.timeout = timeout
+        self.timeout, self.silence = waits
         self._closed: str | None = None
         self._under_way: dict[int, list[Any]] = {}
-        self._gloo = _connect(store, rank=rank, size=size, timeout=timeout)
-        self._lifelines = lifelines(self.rank, self.size, self._share, silence=silence)
         self._waiter = Waiter()
-        self._leave = weakref.finalize(self, _leave, self._lifelines, self._waiter, self._gloo)
+        meeting = Meeting(
+            dist.PrefixStore("meeting", store), rank=rank, size=size, timeout=self.timeout, look_for=look_for
+        )
+        lines = None
+        try:
+            self._lifelines = lines = lifelines(
+                rank, size, meeting.share, silence=self.silence, look_for=look_for
+            )
+            self._gloo = self._connected(store)
+        except BaseException as error:
+            if lines is None:
+                meeting.fail(described(error))
+            else:  # all have come, and gloo may occupy the store
+                lines.give_up(described(error))
+                lines.finish()
+            raise
+        self._leave = weakref.finalize(self, _leave, lines, self._waiter, self._gloo)
+        _alive.add(self)
         if multiprocessing.parent_process() is not None:
             # A forked child of multiprocessing runs only these finalizers at its end.
             multiprocessing.util.Finalize(None, self._leave, exitpriority=0)
@@ -216,10 +275,10 @@ class TorchCommunicator(Verbs):
         if self.size == 1:
             wait()
             return meanwhile()
-        waiting = Waiting(wait, self._lifelines.changed)
+        waiting = Waiting(wait, self._lifelines)
         self._waiter.start(waiting)
         made = meanwhile()
-        waiting.join(lambda: self._lifelines.problem(exchange, verb))
+        waiting.join(exchange, verb)
         return made
 
     def cause(self, exchange: int, verb: str) -> str | None:
@@ -230,23 +289,23 @@ class TorchCommunicator(Verbs):
         """Take note that an exchange is complete."""
         self._lifelines.complete(exchange)
         self._under_way.pop(exchange, None)
+        self._lifelines.report()
 
-    def _share(self, text: bytes) -> list[bytes]:
-        """Return the texts of all ranks."""
-        lengths = [int(x) for x in self._gather(torch.tensor([len(text)]))]
-        padded = text.ljust(max(1, *lengths))
-        texts = self._gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
-        return [x.numpy().tobytes()[:length] for x, length in zip(texts, lengths, strict=True)]
+    def silent(self) -> str:
+        """Return an addition to an error that names the ranks that are silent."""
+        return self._lifelines.silent()
 
-    def _gather(self, x: Any) -> list[Any]:
-        gathered = [torch.empty_like(x) for _ in range(self.size)]
-        try:
-            self._gloo.allgather([gathered], [x]).wait()
-        except RuntimeError as error:
-            raise CommunicatorError(
-                f"TorchCommunicator: a rank ended while the ranks created theirs: {error}"
-            ) from error
-        return gathered
+    def _connected(self, store: Any) -> Any:
+        """Return gloo connections between all ranks, each of which has come."""
+        made = []
+
+        def make() -> None:
+            with transport_errors("TorchCommunicator: gloo cannot connect the ranks"):
+                within = timedelta(seconds=self.timeout)
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout=within))
+
+        self.attend(_CREATION, "TorchCommunicator", make, lambda: None)
+        return made[0]
 
     def _to_device(self, x: Array, *, name: str) -> Any:
         if not (array_api_compat.is_torch_array(x) and x.is_cuda):
@@ -255,7 +314,9 @@ class TorchCommunicator(Verbs):
         return x.contiguous()
 
     def require_open(self, verb: str) -> None:
-        """Raise if an exchange has failed before."""
+        """Raise if an exchange has failed before, or this is another process."""
+        if os.getpid() != self._process:
+            self._refuse(verb)
         if self._closed is not None:
             raise CommunicatorError(f"{verb}: this communicator is closed: {self._closed}")
 
@@ -267,11 +328,8 @@ class TorchCommunicator(Verbs):
         except CommunicatorError as error:
             self._close(str(error), exchange)
             raise
-        except RuntimeError as error:
-            self._close(f"{verb}: torch.distributed failed: {error}", exchange)
-            raise CommunicatorError(self._closed) from error
         except BaseException as error:
-            self._close(f"{verb} was interrupted by {type(error).__name__}", exchange)
+            self._close(f"{verb} was interrupted by {described(error)}", exchange)
             raise
 
     def _close(self, reason: str, exchange: object) -> None:
@@ -320,17 +378,39 @@ def _to_host(x: Array, *, name: str) -> Any:
     return torch.from_numpy(host if host.flags.writeable else host.copy())
 
 
-def _connect(store: Any, *, rank: int, size: int, timeout: float) -> Any:
-    """Open gloo connections between the ranks that meet in a store."""
-    try:
-        return dist.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise CommunicatorError(
-            f"TorchCommunicator: the other {size - 1} ranks did not create theirs within {timeout:g} s"
-        ) from error
+def _seeker(group: Any) -> Callable[[Collection[int]], None]:
+    """Return a function that raises if a rank of a group of gloo has ended."""
+    numbers = dist.get_process_group_ranks(group)
+
+    def look_for(missing: Collection[int]) -> None:
+        for rank in missing:
+            try:
+                # gloo refuses to receive over a closed connection, and takes back a receive that nothing refers to.
+                dist.irecv(torch.empty(1, dtype=torch.uint8), numbers[rank], group=group, tag=_ABSENT_TAG)
+            except RuntimeError as error:
+                if not is_of_transport(error):
+                    raise
+                raise CommunicatorError(
+                    f"TorchCommunicator: rank {rank} ended before it created its own"
+                ) from error
+
+    return look_for
 
 
-def _require_positive(**seconds: float) -> None:
-    for name, value in seconds.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be a positive number of seconds, got {value}")
+def _nothing(_: Collection[int]) -> None:
+    """Look for nobody: without a process group of gloo, nothing is known of ranks that have not come."""
+
+
+def _leave_to_parent() -> None:
+    """Let a forked child keep its hands off the connections of its parent, whatever it frees and however it ends."""
+    if dist.is_initialized():
+        _of_parents.append(dist.group.WORLD)
+    for comm in list(_alive):
+        comm._leave.detach()
+        # gloo's destructors would act on what parent and child share, and wait for threads that the child lacks.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)

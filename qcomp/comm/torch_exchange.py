@@ -12,7 +12,7 @@ import array_api_compat
 
 from qcomp.comm.buffers import from_host
 from qcomp.comm.headers import disagreement, header, header_size
-from qcomp.comm.torch_library import torch
+from qcomp.comm.torch_library import is_of_transport, torch, transport_errors
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
 
@@ -54,6 +54,10 @@ class _Connections(Protocol):
 
     def end(self, exchange: int) -> None:
         """Take note that an exchange is complete."""
+        ...
+
+    def silent(self) -> str:
+        """Return an addition to an error that names the ranks that are silent."""
         ...
 
     def closing_on_failure(self, verb: str, exchange: object) -> AbstractContextManager[None]:
@@ -148,7 +152,8 @@ class TorchExchange:
             self._deadline = time.monotonic() + comm.timeout
             comm.attend(self.number, self._verb, self._read_headers, lambda: None)
             sends = {peer: self._tensors[peer] for peer in peers}
-            self._on_device = comm.post_on_device(self._received, sends)
+            with transport_errors(f"{self._verb}: torch.distributed failed"):
+                self._on_device = comm.post_on_device(self._received, sends)
 
     @property
     def works(self) -> list[Any]:
@@ -159,20 +164,23 @@ class TorchExchange:
         try:
             return self._comm.post_receive(tensor, peer, tag)
         except RuntimeError as error:
-            raise self._gone(peer) from error
+            raise self._gone(peer, error) from error
 
     def _send(self, tensor: Any, peer: int, tag: int) -> None:
         try:
             self._sending.append((peer, self._comm.post_send(tensor, peer, tag)))
         except RuntimeError as error:
-            raise self._gone(peer) from error
+            raise self._gone(peer, error) from error
 
     def _send_payload(self, peer: int) -> None:
         payload = self._tensors[peer]
         if payload.shape[0]:
             self._send(payload, peer, _tag(payload))
 
-    def _gone(self, peer: int) -> CommunicatorError:
+    def _gone(self, peer: int, error: RuntimeError) -> RuntimeError:
+        """Return what an error says about a peer; errors that do not come from the connection say nothing."""
+        if not is_of_transport(error):
+            return error
         return CommunicatorError(
             self._comm.cause(self.number, self._verb)
             or f"{self._verb}: rank {peer} has finished, died or given up: its connection is closed"
@@ -193,8 +201,9 @@ class TorchExchange:
         own = self._comm.attend(
             self.number, self._verb, self._finish_on_host, self._tensors[self._comm.rank].clone
         )
-        for work in self._on_device:
-            work.wait()  # the current stream waits, not this thread
+        with transport_errors(f"{self._verb}: torch.distributed failed"):
+            for work in self._on_device:
+                work.wait()  # the current stream waits, not this thread
         self._comm.end(self.number)
         received = self._received | {self._comm.rank: own}
         return [_to_library(received[peer], like=like) for peer, like in enumerate(self._like)]
@@ -231,10 +240,11 @@ class TorchExchange:
                 work.wait(max(left, _AT_ONCE))
             except RuntimeError as error:
                 if time.monotonic() < self._deadline:
-                    raise self._gone(peer) from error
+                    raise self._gone(peer, error) from error
                 missing = {peer} | {other for other, rest in works[index + 1 :] if not _is_over(rest)}
                 raise CommunicatorError(
                     f"{self._verb}: waited {self._comm.timeout:g} s: {trouble} {name_ranks(missing)}"
+                    f"{self._comm.silent()}"
                 ) from error
 
 

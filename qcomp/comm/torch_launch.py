@@ -6,27 +6,22 @@ import os
 from datetime import timedelta
 
 from qcomp.comm.torch_dist import TorchCommunicator
-from qcomp.comm.torch_library import dist, torch
-from qcomp.core.errors import CommunicatorError
+from qcomp.comm.torch_library import dist, torch, transport_errors
 
 __all__ = ["torch_world"]
 
 
-def torch_world(*, timeout: float, silence: float) -> TorchCommunicator:
+def torch_world(*, timeout: float, silence: float | None) -> TorchCommunicator:
     """Initialise torch.distributed from the environment if necessary; return the communicator of all ranks."""
     if not dist.is_initialized():
         device = _own_device()
         if device is not None:
             torch.cuda.set_device(device)
-        try:
+        own = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        with transport_errors(f"{own} did not meet the others within {timeout:g} s"):
             dist.init_process_group(
                 "gloo" if device is None else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=timeout)
             )
-        except RuntimeError as error:
-            raise CommunicatorError(
-                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others within "
-                f"{timeout:g} s: {error}"
-            ) from error
     return TorchCommunicator(timeout=timeout, silence=silence)
 
 

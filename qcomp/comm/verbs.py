@@ -1,12 +1,14 @@
 """The two verbs of a communicator, over one common exchange."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
+from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllToAll, Exchange
 
-__all__ = ["Completed", "Pending", "Verbs"]
+__all__ = ["Completed", "Pending", "Verbs", "described"]
 
 Array = Any
 
@@ -30,11 +32,35 @@ class Completed(NamedTuple):
 
 
 class Verbs(ABC):
-    """Base of the communicators: `all_to_all` and `all_gather` over one kind of exchange."""
+    """Base of the communicators: `all_to_all` and `all_gather` over one kind of exchange.
+
+    A communicator belongs to the process that has made it: its verbs raise in a forked child, and it cannot be pickled.
+    """
 
     rank: int
     size: int
     host: str
+    _process: int
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Take note of the process."""
+        self = super().__new__(cls)
+        self._process = os.getpid()
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or sent to another process."""
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled, because it belongs to this process: leave it out of what a data "
+            "loader's worker or another process gets; if that is a rank, it makes a communicator of its own"
+        )
+
+    def _refuse(self, verb: str) -> NoReturn:
+        """Raise because this process has not made the communicator."""
+        raise CommunicatorError(
+            f"{verb}: process {os.getpid()} is a forked child of rank {self.rank} (process {self._process}), whose "
+            "connections it must not use: let children such as a data loader's workers compute, and the rank exchange"
+        )
 
     @abstractmethod
     def _exchange(self, verb: str, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:
@@ -74,6 +100,8 @@ class Verbs(ABC):
         >>> pending.wait()
         [array([7], dtype=uint8)]
         """
+        if os.getpid() != self._process:
+            self._refuse("start")
         if isinstance(request, AllToAll):
             return self._start("all_to_all", request.send, request.receive)
         return self._start("all_gather", [request.send] * self.size, request.receive)
@@ -98,6 +126,8 @@ class Verbs(ABC):
         CommunicatorError
             If a rank fails, ends, is late, calls another verb, or sends another size than announced.
         """
+        if os.getpid() != self._process:
+            self._refuse("all_to_all")
         return self._exchange("all_to_all", send, receive)
 
     def all_gather(self, send: Array, receive: Sequence[int]) -> list[Array]:
@@ -119,4 +149,11 @@ class Verbs(ABC):
         CommunicatorError
             If a rank fails, ends, is late, calls another verb, or sends another size than announced.
         """
+        if os.getpid() != self._process:
+            self._refuse("all_gather")
         return self._exchange("all_gather", [send] * self.size, receive)
+
+
+def described(error: BaseException) -> str:
+    """Return the class of an error and its text, if it has one."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

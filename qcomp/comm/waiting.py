@@ -5,8 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from qcomp.core.errors import CommunicatorError
+
+if TYPE_CHECKING:
+    from qcomp.comm.lifelines import Lifelines
 
 __all__ = ["Waiter", "Waiting"]
 
@@ -18,13 +22,13 @@ class Waiting:
     ----------
     wait : callable
         Returns when the wait is over.
-    changed : threading.Condition
-        Notified when the wait is over; others notify it when the wait has become useless.
+    lines : Lifelines
+        Notices when the wait has become useless.
     """
 
-    def __init__(self, wait: Callable[[], None], changed: threading.Condition) -> None:
+    def __init__(self, wait: Callable[[], None], lines: Lifelines) -> None:
         self._wait: Callable[[], None] | None = wait
-        self._changed = changed
+        self._lines = lines
         self._error: BaseException | None = None
         self.is_over = False
 
@@ -38,27 +42,40 @@ class Waiting:
         except BaseException as raised:
             error = raised
         del wait
-        with self._changed:
+        with self._lines.changed:
             self._error, self.is_over = error, True
-            self._changed.notify_all()
+            self._lines.changed.notify_all()
 
-    def join(self, problem: Callable[[], str | None]) -> None:
+    def join(self, exchange: int, verb: str) -> None:
         """Block until the wait is over; raise the exception that it has raised, if any.
 
         Parameters
         ----------
-        problem : callable
-            Returns why the wait has become useless, or None. It is called whenever ``changed`` is notified.
+        exchange : int
+            The exchange that the wait belongs to.
+        verb : str
+            What errors call it.
 
         Raises
         ------
         CommunicatorError
-            With that text; the wait is left behind.
+            If the exchange cannot be completed; the wait is left behind.
+
+        Warns
+        -----
+        RuntimeWarning
+            If a rank is silent, and if it is heard again.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_over or problem() is not None)
-            if not self.is_over:
-                raise CommunicatorError(problem())
+        lines = self._lines
+        while not self.is_over:
+            with lines.changed:
+                lines.changed.wait_for(
+                    lambda: self.is_over or lines.has_news or lines.problem(exchange, verb) is not None
+                )
+                problem = None if self.is_over else lines.problem(exchange, verb)
+            if problem is not None:
+                raise CommunicatorError(problem)
+            lines.report()
         if self._error is not None:
             raise self._error
 

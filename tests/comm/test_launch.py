@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from qcomp.comm import launch, patience
 from qcomp.comm.launch import world
 from qcomp.comm.local import LocalCommunicator
 
@@ -19,9 +20,10 @@ def no_launcher(monkeypatch):
     for name in list(os.environ):
         if name.startswith(LAUNCHER_PREFIXES) or name in LAUNCHER_NAMES:
             monkeypatch.delenv(name)
-    world.cache_clear()
+    launch._world.cache_clear()
     yield
-    world.cache_clear()
+    launch._world.cache_clear()
+    patience._inherited.clear()
 
 
 def run_python(code, *, warnings="error", **environment):
@@ -95,14 +97,48 @@ def test_a_lone_process_warns_if_the_environment_announces_several(monkeypatch, 
 )
 def test_torchrun_is_recognised(monkeypatch, environment):
     asked = []
-    launch = types.SimpleNamespace(
+    module = types.SimpleNamespace(
         torch_world=lambda **settings: asked.append(settings) or "the ranks of torchrun"
     )
-    monkeypatch.setitem(sys.modules, "qcomp.comm.torch_launch", launch)
+    monkeypatch.setitem(sys.modules, "qcomp.comm.torch_launch", module)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert world(timeout=7, silence=3) == "the ranks of torchrun"
     assert asked == [{"timeout": 7, "silence": 3}]
+
+
+class TestPatience:
+    @pytest.fixture(autouse=True)
+    def nothing_in_the_environment(self, monkeypatch):
+        monkeypatch.delenv("QCOMP_TIMEOUT", raising=False)
+        monkeypatch.delenv("QCOMP_SILENCE", raising=False)
+
+    def test_comes_from_the_argument_the_world_the_environment_or_the_defaults(self, monkeypatch):
+        assert patience.patience() == (300, None)
+        monkeypatch.setenv("QCOMP_TIMEOUT", "40")
+        monkeypatch.setenv("QCOMP_SILENCE", "2.5")
+        assert patience.patience() == (40, 2.5)
+        first = world(silence=90)
+        assert patience.patience() == (40, 90)
+        assert world() is first  # not another communicator with other settings
+        assert world(timeout=50) is not first
+        assert patience.patience() == (50, 90)
+        assert patience.patience(timeout=7, silence=8) == (7, 8)
+
+    @pytest.mark.parametrize("name", ["timeout", "silence"])
+    @pytest.mark.parametrize("value", [0, -1, float("nan"), "5", True])
+    def test_is_a_positive_number(self, monkeypatch, name, value):
+        with pytest.raises(ValueError, match=f"{name} must be a positive number of seconds, got {value!r}"):
+            world(**{name: value})
+        variable = f"QCOMP_{name.upper()}"
+        monkeypatch.setenv(variable, f"{value}s")
+        with pytest.raises(
+            ValueError, match=f"{variable} is '{value}s'; expected a positive number of seconds"
+        ):
+            world()
+
+    def test_may_be_endless(self):
+        assert 1e8 < patience.patience(timeout=float("inf")).timeout < 1e10
 
 
 @pytest.mark.slow
@@ -111,9 +147,12 @@ def test_torchruns_environment_gives_the_ranks_of_torch(torch_ranks):
 import numpy as np
 import torch.distributed as dist
 from qcomp.comm import TorchCommunicator, world
-comm = world(timeout=30)
-assert type(comm) is TorchCommunicator and comm.timeout == 30
-assert world(timeout=30) is comm and world(timeout=40).size == 2  # initialised before
+from qcomp.torch.optimizer import communicator
+comm = world(timeout=30, silence=90)
+assert type(comm) is TorchCommunicator and (comm.timeout, comm.silence) == (30, 90)
+own = communicator()  # as optimizers make it
+assert own is not comm and (own.timeout, own.silence) == (30, 90)
+assert world() is comm and world(timeout=40).size == 2  # initialised before
 received = comm.all_gather(np.full(1, comm.rank, dtype=np.uint8), [1, 1])
 print(comm.rank, comm.size, dist.get_backend(), *[int(x[0]) for x in received])
 """

@@ -1,3 +1,5 @@
+import copy
+import pickle
 import re
 import signal
 import threading
@@ -276,3 +278,10 @@ def test_run_local_rejects_nonsense():
         run_local(0, lambda comm: None)
     with pytest.raises(ValueError, match="timeout must be a positive number of seconds, got 0"):
         run_local(1, lambda comm: None, timeout=0)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_communicator_stays_in_its_process(copied):
+    """It cannot be sent to a data loader's worker by accident, as part of a data set."""
+    with pytest.raises(TypeError, match=r"LocalCommunicator\(rank=0, size=1\) cannot be copied or pickled"):
+        copied({"comm": LocalCommunicator.alone()}["comm"])

@@ -339,7 +339,7 @@ except CommunicatorError as error:
 """
     result = mpirun(2, script(body), timeout=SECONDS, check=False)
     assert said(result) == [
-        "0 all_gather: this communicator is closed: all_gather was interrupted by OSError"
+        "0 all_gather: this communicator is closed: all_gather was interrupted by OSError: enough"
     ]
 
 
@@ -460,6 +460,127 @@ while True:
     result = mpirun(3, script(body), timeout=SECONDS, check=False)
     assert result.returncode != 0
     assert "nothing was heard of rank 1 for 1 s: it was stopped or cut off" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_pythons_lock_is_reported_and_waited_for(mpirun):
+    body = """
+import ctypes, warnings
+from qcomp.comm import lifelines
+lifelines.SILENCE = 0.5
+comm = MPICommunicator(MPI.COMM_WORLD, timeout=60)
+comm.all_gather(zeros(1), [1, 1])
+if me == 1:
+    ctypes.PyDLL(None).usleep(1_500_000)  # without releasing the lock
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for size in (4, 4_000_000, 4):
+        assert len(comm.all_gather(zeros(size), [size] * 2)) == 2
+say(*[str(w.message).partition(" for ")[0].partition(",")[0] for w in told])
+"""
+    assert said(mpirun(2, script(body))) == ["0 nothing was heard of rank 1 rank 1 is heard again", "1"]
+
+
+OF_ONE_JOB["communicators_are_released"] = """
+import gc
+
+def kept():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+before = kept()
+for attempt in range(20):
+    part = MPI.COMM_WORLD.Split(0)
+    own = MPICommunicator(part, timeout=60)
+    own.all_gather(zeros(9), [9, 9])
+    if attempt % 2:
+        own.close()
+        try:
+            own.all_gather(zeros(1), [1, 1])
+        except CommunicatorError as error:
+            assert str(error) == "all_gather: this communicator is closed: close was called", error
+        own.close()
+    del own
+    part.Free()
+# Once the other rank has left, too; MPI itself opens descriptors at first use.
+while kept()[1] > before[1]:
+    pass
+say("kept", kept()[0] - before[0] < 20)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="this system does not list descriptors")
+def test_threads_and_connections_of_a_communicator_end_with_it(in_one_job):
+    """Sixty of them held 61 threads and 270 descriptors."""
+    assert in_one_job("communicators_are_released") == ["0 kept True", "1 kept True"]
+
+
+@pytest.mark.slow
+def test_an_exchange_that_others_wait_for_fails_if_a_rank_closes_its_communicator(mpirun):
+    body = """
+part = MPICommunicator(MPI.COMM_WORLD, timeout=50)
+part.all_gather(zeros(1), [1, 1])
+if me == 1:
+    part.close()
+else:
+    try:
+        part.all_gather(zeros(1), [1, 1])
+    except CommunicatorError as error:
+        say(error)
+MPI.COMM_WORLD.Barrier()
+"""
+    result = mpirun(2, script(body), timeout=SECONDS, check=False)
+    assert said(result) == ["0 all_gather: rank 1 has finished, died or given up: its connection is closed"]
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", slow("sys.exit(0)"), slow("raise ZeroDivisionError")])
+def test_a_forked_child_does_nothing_for_its_rank(mpirun, end):
+    body = f"""
+import gc, warnings
+comm.all_gather(zeros(1), [1, 1])
+if me == 0:
+    child = os.fork()
+    if child == 0:
+        for call in (lambda: comm.all_gather(zeros(1), [1, 1]), lambda: MPICommunicator(MPI.COMM_WORLD)):
+            try:
+                call()
+            except CommunicatorError as error:
+                say(str(error).replace(str(os.getpid()), "CHILD").replace(str(os.getppid()), "RANK"))
+        del comm
+        gc.collect()
+        {end}
+    status = os.waitpid(child, 0)[1]
+    say(os.waitstatus_to_exitcode(status))
+comm.all_gather(zeros(4), [4, 4])
+say("ok")
+"""
+    result = mpirun(2, script(body), timeout=SECONDS)
+    of_child = "process CHILD is a forked child of"
+    assert said(result) == [
+        f"0 {int(end != 'os._exit(0)')}",
+        f"0 MPICommunicator: {of_child} a rank (process RANK), whose connections it must not use: create "
+        "communicators in ranks only",
+        f"0 all_gather: {of_child} rank 0 (process RANK), whose connections it must not use: let children such as a "
+        "data loader's workers compute, and the rank exchange",
+        "0 ok",
+        "1 ok",
+    ]
+    assert ("end forked children by os._exit" in result.stderr) == (end != "os._exit(0)")
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_before_the_next_creation_is_noticed_at_once(mpirun):
+    body = """
+if me == 1:
+    sys.exit(0)
+try:
+    MPICommunicator(MPI.COMM_WORLD, timeout=1000)
+except CommunicatorError as error:
+    say(error)
+"""
+    result = mpirun(3, script(body), timeout=SECONDS, check=False)
+    ended = "MPICommunicator: rank 1 ended before it created its own"
+    assert f"0 {ended}" in said(result) or f"2 {ended}" in said(result), result
 
 
 @pytest.mark.slow

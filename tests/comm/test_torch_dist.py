@@ -1,5 +1,7 @@
 """TorchCommunicator on real ranks over gloo: each test is a script that forked processes run."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -444,9 +446,7 @@ else:
     store.set("rank 0 is done", "")
 """
     ranks = torch_ranks(2, HEAD + body, check=False)  # torch reports it too, on stderr
-    assert (
-        ranks[0].out.strip() == "TorchCommunicator: the other 1 ranks did not create theirs within 0.7 s"
-    ), ranks
+    assert ranks[0].out == "TorchCommunicator: waited 0.7 s for rank 1 to create one\n", ranks
 
 
 @pytest.mark.quick_cases(1)
@@ -532,6 +532,51 @@ else:
     for rank in (ranks[0], ranks[2]):
         assert rank.status == 0
         assert rank.out.strip().endswith(silent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 30_000_000])
+def test_a_rank_that_holds_pythons_lock_is_reported_and_waited_for(said, size):
+    body = f"""
+import ctypes, warnings
+from qcomp.comm import lifelines
+lifelines.SILENCE = 0.5
+comm = TorchCommunicator(timeout=60)
+comm.all_gather(zeros(1), [1, 1])
+if me == 1:
+    ctypes.PyDLL(None).usleep(1_500_000)  # without releasing the lock
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        assert len(comm.all_gather(zeros({size}), [{size}] * 2)) == 2
+say(*[str(w.message).partition(" for ")[0].partition(",")[0] for w in told])
+"""
+    assert said(2, body) == [["nothing was heard of rank 1 rank 1 is heard again"], [""]]
+
+
+@pytest.mark.slow
+def test_a_timeout_says_which_rank_was_silent(torch_ranks):
+    body = """
+from qcomp.comm import lifelines
+lifelines.SILENCE = 0.5
+import warnings
+warnings.simplefilter("ignore")
+comm = TorchCommunicator(timeout=60)
+comm.all_gather(zeros(1), [1, 1])
+comm.timeout = 2
+if me == 1:
+    store.set("pid", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    while True:
+        comm.all_gather(zeros(4), [4, 4])
+except CommunicatorError as error:
+    say(error)
+os.kill(int(store.get("pid")), signal.SIGKILL)
+"""
+    ranks = torch_ranks(2, HEAD + body, check=False)
+    silent = r"all_gather: waited 2 s: nothing came from rank 1; nothing was heard of rank 1 for \d s\n"
+    assert re.fullmatch(silent, ranks[0].out), ranks
 
 
 @pytest.mark.slow
@@ -621,7 +666,7 @@ def work():
 def test_an_error_of_torch_is_a_communicator_error(said):
     body = """
 def fail(*_):
-    raise RuntimeError("NCCL error")
+    raise dist.DistBackendError("NCCL error")
 
 comm.post_on_device = fail
 def work():
@@ -817,3 +862,191 @@ assert counts[-1][1:] == counts[1][1:] and not counts[-1][2], counts
 say("ok")
 """
     assert said(3, body) == [["ok"]] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_nothing_for_its_rank(torch_ranks):
+    """It may end in any way while its parent waits in an exchange, as a data loader's worker does."""
+    body = """
+import gc
+
+def child():
+    \"""Fork, and return what the child says and its status.\"""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        with os.fdopen(read) as said:
+            text = said.read()
+        return text, os.waitpid(pid, 0)[1]
+    for call in (lambda: comm.all_gather(zeros(1), [1, 1]), lambda: comm.start(AllGather(zeros(1), (1, 1))),
+                 TorchCommunicator):
+        try:
+            call()
+        except CommunicatorError as error:
+            os.write(write, f"{error}\\n".replace(str(os.getpid()), "CHILD").encode())
+    os.close(write)
+    global pending
+    del globals()["comm"], pending
+    gc.collect()
+    sys.exit(0)
+
+if me == 0:
+    pending = comm.start(AllGather(zeros(4), (4, 4)))
+    waiting = threading.Thread(target=pending.wait)
+    waiting.start()
+    text, status = child()
+    print(status, text.replace(str(os.getpid()), "RANK"), end="")
+    assert comm._closed is None
+    store.set("the child has ended", "")
+    waiting.join()
+    say(len(pending.wait()))
+else:
+    wait_for("the child has ended")
+    comm.all_gather(zeros(4), [4, 4])
+comm.all_gather(zeros(4), [4, 4])
+"""
+    ranks = torch_ranks(2, HEAD + CREATE.format(timeout=50) + body, check=False, whole_exit=True)
+    assert [rank.status for rank in ranks] == [0, 0], ranks
+    of_child = (
+        "process CHILD is a forked child of rank 0 (process RANK), whose connections it must not use: let children "
+        "such as a data loader's workers compute, and the rank exchange"
+    )
+    assert ranks[0].out.splitlines() == [
+        f"0 all_gather: {of_child}",
+        f"start: {of_child}",
+        "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, whose connections "
+        "it must not use: make communicators in the parent",
+        "2",
+    ]
+
+
+@pytest.mark.parametrize("moment", ["before", pytest.param("meanwhile", marks=pytest.mark.slow)])
+def test_a_rank_that_dies_before_the_creation_is_complete_is_noticed_at_once(torch_ranks, moment):
+    body = f"""
+from qcomp.comm import connecting
+from qcomp.comm.torch_meeting import Meeting
+
+share = Meeting.share
+rounds = []
+
+def die_in_the_second(self, text, check):
+    told = share(self, text, check)
+    rounds.append(next(told))
+    if len(rounds) == 2:  # the others know whom it has reached, but rank 2 has not reached it
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield rounds[-1]
+    yield from told
+
+if me == 1:
+    if "{moment}" == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    Meeting.share = die_in_the_second
+    connecting._Door._welcome = lambda *_: threading.Event().wait()
+try:
+    TorchCommunicator(timeout=1000)
+except CommunicatorError as error:
+    say(error)
+"""
+    ranks = torch_ranks(3, HEAD + body, check=False)
+    assert [rank.status for rank in ranks] == [0, -signal.SIGKILL, 0], ranks
+    # A rank may also hear from another one that has heard of it before.
+    ended = r"rank \d (ended before it created its own|ended while the ranks made their|has finished, died or given up)"
+    assert all(re.search(ended, ranks[survivor].out) for survivor in (0, 2)), ranks
+
+
+@pytest.mark.slow
+def test_an_interrupted_creation_is_reported_to_the_others_however_late_they_come(torch_ranks):
+    body = """
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+if me == 0:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        TorchCommunicator(timeout=1000)
+    except KeyboardInterrupt:
+        store.set("interrupted", "")
+else:
+    wait_for("interrupted")
+    try:
+        TorchCommunicator(timeout=1000)
+    except CommunicatorError as error:
+        say(error)
+comm = TorchCommunicator(timeout=60)  # the next one works
+say(len(comm.all_gather(zeros(1), [1, 1])))
+"""
+    ranks = torch_ranks(2, HEAD + body)
+    failed = "TorchCommunicator: rank 0 failed: KeyboardInterrupt"
+    assert [rank.out.splitlines() for rank in ranks] == [["2"], [failed, "2"]]
+
+
+def test_only_errors_of_the_transport_are_the_communicators(said):
+    """A data loader's worker that dies raises RuntimeError from a handler of signals, in the middle of anything."""
+    body = """
+def report(*_):
+    raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+comm.all_gather(zeros(1), [1, 1])
+if me == 0:
+    signal.signal(signal.SIGALRM, report)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    if me == 1:
+        wait_for("rank 0 has failed")
+    comm.all_gather(zeros(1), [1, 1])
+except RuntimeError as error:
+    say(type(error).__name__, error)
+    store.set("rank 0 has failed", "")
+"""
+    died = "DataLoader worker (pid 7) is killed by signal: Killed."
+    assert said(2, body) == [
+        [f"RuntimeError {died}"],
+        [f"CommunicatorError all_gather: rank 0 failed: all_gather was interrupted by RuntimeError: {died}"],
+    ]
+
+
+@pytest.mark.slow
+def test_a_worker_of_a_data_loader_that_dies_is_no_dead_rank(torch_ranks):
+    body = """
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 4 and me == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+loader = DataLoader(Data(), num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
+try:
+    for index in loader:
+        if me == 1 and index == 4:
+            time.sleep(2)
+        comm.all_gather(zeros(1), [1, 1])
+        if me == 0:
+            time.sleep(0.1)
+except RuntimeError as error:
+    say(type(error).__name__, str(error).partition("(")[0])
+"""
+    ranks = torch_ranks(2, HEAD + CREATE.format(timeout=50) + body, check=False)
+    assert [rank.out.partition(" ")[0] for rank in ranks] == ["RuntimeError", "CommunicatorError"], ranks
+    assert "DataLoader worker" in ranks[0].out
+
+
+@pytest.mark.slow
+def test_communicators_made_in_threads_and_beside_each_other_work(said):
+    body = """
+made = []
+thread = threading.Thread(target=lambda: made.append(TorchCommunicator(timeout=60)))
+thread.start()
+thread.join()
+[other] = made
+pending = comm.start(AllGather(zeros(3), (3, 3)))
+assert [len(x) for x in other.all_gather(zeros(5), [5, 5])] == [5, 5]
+del other, made[:]
+say([len(x) for x in pending.wait()])
+"""
+    assert said(2, body) == [["[3, 3]"]] * 2

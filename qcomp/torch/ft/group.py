@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from qcomp.comm.lifelines import SILENCE
+from qcomp.comm.patience import SILENCE
 from qcomp.comm.torch_dist import TorchCommunicator
 
 try:
