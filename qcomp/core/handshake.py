@@ -8,7 +8,7 @@ from typing import Any
 
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
-from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
+from qcomp.core.numeric.arrays import Array, array_namespace, device, flushes_subnormals, host_bytes
 from qcomp.core.reporting import name_ranks
 from qcomp.version import __version__
 
@@ -16,6 +16,11 @@ __all__ = ["agree", "gather_texts", "handshake", "handshake_stages"]
 
 _ABSENT = object()
 _LONGEST_VALUE = 100
+_SUBNORMALS = "subnormal numbers"
+_SAME_MODE = (
+    "The processor is in another mode on these ranks, because torch.set_flush_denormal or a library built with "
+    "-ffast-math has changed it: call torch.set_flush_denormal(False) on all ranks after the imports"
+)
 
 
 def handshake(
@@ -27,7 +32,8 @@ def handshake(
 ) -> None:
     """Verify that all ranks have the same facts.
 
-    Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts.
+    Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts, and whether
+    the processor takes subnormal numbers for 0.
 
     Parameters
     ----------
@@ -77,7 +83,8 @@ def handshake_stages(
     size : int
         Number of ranks.
     """
-    text = json.dumps({"version": __version__, **facts}, sort_keys=True, default=str)
+    subnormals = "flushed to 0" if flushes_subnormals() else "kept"
+    text = json.dumps({"version": __version__, _SUBNORMALS: subnormals, **facts}, sort_keys=True, default=str)
     texts = yield from gather_texts(text, size, like)
     if len(set(texts)) == 1:
         return
@@ -85,7 +92,8 @@ def handshake_stages(
     differences = []
     for key in sorted({key for facts_of_rank in held for key in facts_of_rank}):
         values = [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held]
-        differences.append(explain[key](values) if key in explain else _describe(key, values))
+        found = explain[key](values) if key in explain else _describe(key, values)
+        differences.append(f"{found}. {_SAME_MODE}" if found and key == _SUBNORMALS else found)
     raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
 
 
