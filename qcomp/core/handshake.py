@@ -8,7 +8,7 @@ from typing import Any
 
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
-from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
+from qcomp.core.numeric.arrays import Array, array_namespace, device, flushes_subnormals, host_bytes
 from qcomp.core.reporting import name_ranks
 from qcomp.version import version_and_sources
 
@@ -16,6 +16,11 @@ __all__ = ["agree", "gather_texts", "handshake", "handshake_stages"]
 
 _ABSENT = object()
 _LONGEST_VALUE = 100
+_SUBNORMALS = "subnormal numbers"
+_SAME_MODE = (
+    "The processor is in another mode on these ranks, because torch.set_flush_denormal or a library built with "
+    "-ffast-math has changed it: call torch.set_flush_denormal(False) on all ranks after the imports"
+)
 
 
 def handshake(
@@ -28,7 +33,7 @@ def handshake(
     """Verify that all ranks have the same facts.
 
     Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts, together
-    with a digest of the sources that decide what is exchanged.
+    with a digest of the sources that decide what is exchanged, and whether the processor takes subnormal numbers for 0.
 
     Parameters
     ----------
@@ -78,7 +83,9 @@ def handshake_stages(
     size : int
         Number of ranks.
     """
-    text = json.dumps({"version": version_and_sources(), **facts}, sort_keys=True, default=str)
+    subnormals = "flushed to 0" if flushes_subnormals() else "kept"
+    always = {"version": version_and_sources(), _SUBNORMALS: subnormals}
+    text = json.dumps({**always, **facts}, sort_keys=True, default=str)
     texts = yield from gather_texts(text, size, like)
     if len(set(texts)) == 1:
         return
@@ -86,7 +93,8 @@ def handshake_stages(
     differences = []
     for key in sorted({key for facts_of_rank in held for key in facts_of_rank}):
         values = [facts_of_rank.get(key, _ABSENT) for facts_of_rank in held]
-        differences.append(explain[key](values) if key in explain else _describe(key, values))
+        found = explain[key](values) if key in explain else _describe(key, values)
+        differences.append(f"{found}. {_SAME_MODE}" if found and key == _SUBNORMALS else found)
     raise MismatchError("the ranks were not started alike: " + "; ".join(filter(None, differences)))
 
 

@@ -73,6 +73,9 @@ def compressed(
     finite, the mean is NaN on all, and residuals stay as they are; put the later transformations into
     `optax.apply_if_finite` to skip such steps.
 
+    A compressor without ``traits.keeps_zero``, such as `ScaledSign`, returns other means than 0 for elements whose
+    gradients are 0 on all devices. Leave tensors with padding or pruned weights exact, or multiply the mean by a mask.
+
     Examples
     --------
     >>> import jax, jax.numpy as jnp, optax, qcomp, qcomp.jax.optax

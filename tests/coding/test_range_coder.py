@@ -11,7 +11,7 @@ from qcomp.core import coding
 from qcomp.core.coding import range_coder, rans
 from qcomp.core.coding.bits import BitReader
 from qcomp.core.coding.classes import class_of, smallest, spare_bits
-from qcomp.core.coding.model import FLAT, UNITS_BITS, _coarser, finest, fit, flat, read
+from qcomp.core.coding.model import FINEST, FLAT, UNITS_BITS, _coarser, finest, fit, flat, read
 from qcomp.core.errors import PayloadError
 
 
@@ -79,6 +79,19 @@ class TestLength:
         signed = np.rint(rng.standard_normal(size) / width).clip(-largest, largest)
         bits = math.log2(math.sqrt(2 * math.pi * math.e) / width)
         assert 0.99 * bits < 8 * coded_bytes(signed, largest) / size < 1.02 * bits
+
+    @pytest.mark.parametrize(
+        ("largest", "kept"), [(127, (127,)), (127, (0, 65, 66, 127)), (1000, (500, 1000)), (32767, (32767,))]
+    )
+    def test_few_of_many_levels(self, numba_coders, largest, kept):
+        """Levels above 127 share classes, whose other bits are plain: this is what the model's page promises."""
+        size = 1 << 16
+        rng = np.random.default_rng(largest)
+        signed = rng.choice(kept, size) * (2 * rng.integers(0, 2, size) - 1)
+        excess = 8 * coded_bytes(signed, largest) / size - entropy(signed)
+        plain = max(spare_bits(class_of(level, FINEST), FINEST) for level in kept)
+        assert plain == max(0, largest.bit_length() - FINEST - 1)
+        assert 0.9 * plain * (len(kept) < 2) <= excess <= plain + 0.02 * entropy(signed)
 
     def test_a_geometric_vector_is_as_short_as_with_its_exact_model(self, numba_coders):
         n, t = 1 << 18, math.sqrt(2) - 1

@@ -431,3 +431,63 @@ def test_concat_of_one_is_the_same_array():
     x = np.ones(2)
     assert concat([x]) is x
     assert concat([x, 2 * x]).tolist() == [1, 1, 2, 2]
+
+
+class TestOtherVersionsOfTheStandard:
+    """Their libraries are refused where an array enters, on every rank, and not by an error from inside."""
+
+    @pytest.fixture
+    def strict(self, monkeypatch):
+        strict = pytest.importorskip("array_api_strict")
+        monkeypatch.setattr(arrays, "_namespaces", {})
+        yield strict
+        strict.reset_array_api_strict_flags()
+
+    def raised(self, make):
+        """Return the errors of two ranks, one of which has arrays of NumPy."""
+        strict = pytest.importorskip("array_api_strict")
+
+        def rank_main(comm):
+            params = [(strict if comm.rank else np).ones((8, 4), dtype=(strict if comm.rank else np).float32)]
+            try:
+                make().init(params, comm)
+            except Exception as error:
+                return type(error), str(error)
+            return None
+
+        return qcomp.comm.run_local(2, rank_main)
+
+    def test_an_old_version_is_named(self, strict):
+        strict.set_array_api_strict_flags(api_version="2022.12")
+        text = "an array is a array_api_strict.Array, whose library follows version 2022.12 of the array API"
+        for compressor in (qcomp.ScaledSign(), qcomp.LloydMax(2)):
+            with pytest.raises(TypeError, match=text):
+                compressor.compress(strict.ones(8, dtype=strict.float32))
+        for make in (lambda: qcomp.SGD(learning_rate=0.1), lambda: qcomp.OneBitAdam(learning_rate=0.1)):
+            other, own = self.raised(make)
+            assert own[0] is TypeError
+            assert text in own[1]
+            assert other is not None
+
+    def test_the_oldest_one_suffices(self, strict):
+        strict.set_array_api_strict_flags(api_version="2023.12", enabled_extensions=())
+        params = [strict.ones((8, 4), dtype=strict.float32)]
+        comm = qcomp.comm.LocalCommunicator.alone()
+        opt = qcomp.OneBitAdam(learning_rate=0.1, freeze=1, exact=None)
+        state = opt.init(params, comm)
+        for _ in range(2):
+            params, state = opt.step(params, params, state, comm)
+        assert state.stage == "compressed"
+
+    def test_muon_needs_linear_algebra(self, strict):
+        strict.set_array_api_strict_flags(enabled_extensions=("fft",))
+        with pytest.raises(
+            TypeError, match=r"params has a array_api_strict\.Array, whose library lacks the extension"
+        ):
+            qcomp.Muon(learning_rate=0.1).init(
+                strict.ones((8, 4), dtype=strict.float32), qcomp.comm.LocalCommunicator.alone()
+            )
+        other, own = self.raised(lambda: qcomp.Muon(learning_rate=0.1))
+        assert other == own
+        assert own[0] is qcomp.MismatchError
+        assert "TypeError: params has a array_api_strict.Array" in own[1]

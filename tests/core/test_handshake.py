@@ -3,9 +3,11 @@ import math
 import numpy as np
 import pytest
 
+import qcomp
 from qcomp.comm.local import LocalCommunicator, run_local
 from qcomp.core.errors import MismatchError
 from qcomp.core.handshake import handshake
+from qcomp.core.numeric.arrays import flushes_subnormals
 
 LIKE = np.zeros(0)
 FACTS = {"version": "0.1.0", "sizes": [3, 5], "policy": {"below": 10, "names": ["bias"]}, "seed": 0}
@@ -105,7 +107,60 @@ def test_it_sends_the_size_and_the_text_to_each_other_rank():
         handshake(comm, {"version": "1"}, like=LIKE)
         return comm.bytes_sent
 
-    assert run_local(3, shake, timeout=30) == [2 * (8 + len('{"version": "1"}'))] * 3
+    text = '{"subnormal numbers": "kept", "version": "1"}'
+    assert run_local(3, shake, timeout=30) == [2 * (8 + len(text))] * 3
     alone = LocalCommunicator.alone()
     handshake(alone, FACTS, like=LIKE)
     assert alone.bytes_sent == 0
+
+
+class TestSubnormalNumbers:
+    """A processor that takes them for 0 changes bits of updates, so all ranks must be in the same mode."""
+
+    @staticmethod
+    def run(flushing, rank_main, ranks=2):
+        torch = pytest.importorskip("torch")
+
+        def in_mode(comm):  # the mode is that of the rank's thread
+            assert torch.set_flush_denormal(comm.rank in flushing)
+            return rank_main(comm)
+
+        return run_local(ranks, in_mode, timeout=60)
+
+    def test_the_mode_is_noticed(self):
+        assert self.run({1}, lambda _: flushes_subnormals()) == [False, True]
+
+    def test_one_rank_in_another_mode_is_an_error_on_all(self):
+        def rank_main(comm):
+            text = "subnormal numbers is 'kept' on ranks 0 and 2, but 'flushed to 0' on rank 1. The processor is in"
+            for begin in (
+                lambda: handshake(comm, FACTS, like=LIKE),
+                lambda: qcomp.Adam(learning_rate=0.1).init(LIKE, comm),
+                lambda: qcomp.CompressedMean(qcomp.ScaledSign()).init(LIKE, comm),
+            ):
+                with pytest.raises(MismatchError, match=text):
+                    begin()
+
+        self.run({1}, rank_main, 3)
+
+    def test_ranks_in_the_same_mode_pass(self):
+        self.run({0, 1}, lambda comm: handshake(comm, FACTS, like=LIKE))
+
+    def test_one_that_changes_later_is_noticed_by_optimizers_of_torch(self):
+        torch = pytest.importorskip("torch")
+        import qcomp.torch
+
+        def rank_main(comm):
+            p = torch.nn.Parameter(torch.ones(4))
+            optimizer = qcomp.torch.OneBitAdam([p], lr=0.1, exact=None, freeze=9, comm=comm)
+            p.grad = torch.full((4,), 1.0 + comm.rank)
+            optimizer.step()
+            torch.set_flush_denormal(comm.rank == 1)
+            with pytest.raises(
+                MismatchError, match="the settings of step 2 differ between rank 0, and rank 1"
+            ):
+                optimizer.step()
+            return p.tolist()
+
+        first, second = self.run((), rank_main)
+        assert first == second

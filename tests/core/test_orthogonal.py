@@ -12,7 +12,7 @@ from qcomp.core.numeric.orthogonal import (
     ITERATIONS,
     multiplications,
     orthogonalize,
-    require_dtype,
+    require_library,
 )
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (64, 24), (24, 64), (48, 49)]
@@ -51,9 +51,9 @@ def test_in_bfloat16_the_result_is_almost_the_same(library, shape):
     x = library.array(matrix(shape, "random").astype(np.float32))
     if library.name not in {"torch", "jax"}:
         with pytest.raises(ValueError, match="newton_schulz_dtype is 'bfloat16'"):
-            require_dtype("bfloat16", x)
+            require_library("bfloat16", x)
         return
-    require_dtype("bfloat16", x)
+    require_library("bfloat16", x)
     xp = library.xp
     rough = orthogonalize(x, dtype="bfloat16")
     assert rough.dtype == xp.bfloat16

@@ -91,3 +91,41 @@ for name, begin in optimizers():
 say("ok")
 """
     assert said(2, body) == [["ok"]] * 2
+
+
+def test_first_compressed_pass_names_rows_of_zeros_that_move(said):
+    """Of a layer without a bias: its gradient is zero for inputs and outputs that no rank uses."""
+    body = """
+text = "elements move whose gradients are 0 on all ranks, because sign"
+def told(begin, steps=4, idle=lambda step: True):
+    torch.manual_seed(7)
+    layer = torch.nn.Linear(33, 65, bias=False)
+    model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+    optimizer = begin(model)
+    counts = []
+    for step in range(steps):
+        draws = torch.Generator().manual_seed(10 * step + me)
+        inputs = torch.randn(3, 33, generator=draws)
+        inputs[:, 4] *= not idle(step)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(inputs)[:, 1:].square().sum().backward()
+        said = [str(one.message) for one in found if text in str(one.message)]
+        assert all("'weight' (1 of 65 slices along the first axis, 1 of 33 slices along the last" in s for s in said)
+        counts.append(len(said))
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return counts
+hook = lambda model: model.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), model, exact=None))
+keeps = lambda model: model.register_comm_hook(*ddp.hook(qcomp.QSGD(7), model, exact=None))
+sgd = lambda model: ddp.OverlappedOptimizer(
+    model, qcomp.CompressedSGD(learning_rate=1e-3, compressor=qcomp.ScaledSign(), exact=None)
+)
+adam = lambda model: ddp.OverlappedOptimizer(model, qcomp.OneBitAdam(learning_rate=1e-3, exact=None, freeze=2))
+assert told(hook) == [0, 0, 1, 0]
+assert told(sgd) == [1, 0, 0, 0]
+assert told(keeps) == told(adam) == [0] * 4
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2

@@ -4,6 +4,11 @@ A level k >= 1 is sent as its class (`qcomp.core.coding.classes`), in fewer bits
 followed by plain bits: the spare bits of k, then 1 for a negative sign. A 0 is sent as its class alone. The number of
 fine bits is chosen for each vector, so that the model's own size never dominates.
 
+Levels up to 127 can have a class each: from a few thousand elements on, the code is then within a few per cent of the
+entropy. Of a larger level, all but the first `FINEST` + 1 bits are plain, as if the levels of a class were equally
+frequent. So they are among values that vary smoothly. But if few of many levels occur, as in a vector of one value, the
+code is longer than the entropy by up to b - `FINEST` - 1 bits per element, where b is the length of the largest level.
+
 The bits of the model: first the method in three bits, `FLAT` or 1 plus the fine bits of the classes. If it is not
 `FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A weight is
 the class, with 2 fine bits, of the number of occurrences, rounded to nearest. It is sent as its difference d to the

@@ -40,7 +40,8 @@ class QSGD(BucketedCompressor):
         theory and makes sparse codes.
     coding : {"fixed", "elias", "range"}
         ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads get shorter the more
-        levels are small: ``"elias"`` is the paper's code, ``"range"`` comes close to the entropy of the levels.
+        levels are small: ``"elias"`` is the paper's code, ``"range"`` comes close to the entropy of up to 127 levels.
+        Larger levels that differ by less than 1/64 cost the same, however frequent each is.
 
     Notes
     -----

@@ -38,6 +38,7 @@ __all__ = [
     "dtype_name",
     "flat",
     "flush",
+    "flushes_subnormals",
     "from_bytes_of",
     "from_host_bytes",
     "host_bytes",
@@ -82,6 +83,8 @@ if sys.byteorder != "little":
     raise ImportError(f"qcomp's wire format is little-endian; this machine is {sys.byteorder}-endian")
 
 
+_OLDEST = "2023.12"
+"""The oldest version of the array API standard that has all functions used here, such as `maximum`."""
 _namespaces: dict[object, Namespace] = {}
 
 
@@ -94,7 +97,14 @@ def array_namespace(*arrays: Array) -> Namespace:
     if found is None:
         if (reason := _why_not(kind)) is not None:
             raise TypeError(f"an array is a {kind_of_array(arrays[0])}, {reason}")
-        found = _namespaces[kind] = array_api_compat.array_namespace(*arrays)
+        found = array_api_compat.array_namespace(*arrays)
+        version = getattr(found, "__array_api_version__", _OLDEST)
+        if version < _OLDEST:
+            raise TypeError(
+                f"an array is a {kind_of_array(arrays[0])}, whose library follows version {version} of the array API "
+                f"standard; expected {_OLDEST} or newer: install a newer release of that library"
+            )
+        _namespaces[kind] = found
     return found
 
 
@@ -286,6 +296,11 @@ def flush(x: Array) -> Array:
     """
     xp = array_namespace(x)
     return xp.where(xp.abs(x) < TINY, xp.zeros_like(x), x)
+
+
+def flushes_subnormals() -> bool:
+    """Return whether this thread's processor takes subnormal numbers for 0, a mode that libraries change on import."""
+    return math.ldexp(1.0, -1060) * 1.0 == 0
 
 
 def divide(x: Array, divisor: float | Array) -> Array:

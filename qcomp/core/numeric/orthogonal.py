@@ -2,10 +2,18 @@
 
 from typing import Any
 
-from qcomp.core.numeric.arrays import Array, array_namespace, device, is_on_host, is_traced, matmul
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    device,
+    is_on_host,
+    is_traced,
+    kind_of_array,
+    matmul,
+)
 from qcomp.core.numeric.sums import power_of_two_below
 
-__all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_dtype"]
+__all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_library"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """(a, b, c) of p(s) = a s + b s^3 + c s^5, the map of each singular value in an iteration."""
@@ -16,9 +24,14 @@ EPS = 1e-7
 """The norm below which a matrix is not scaled up to norm 1, so that rounding errors do not become updates."""
 
 
-def require_dtype(dtype: str, x: Array) -> None:
-    """Raise unless the library of an array has the dtype of the matrix products."""
+def require_library(dtype: str, x: Array) -> None:
+    """Raise unless the library of an array has linear algebra, and the dtype of the matrix products."""
     xp = array_namespace(x)
+    if not hasattr(xp, "linalg"):
+        raise TypeError(
+            f"params has a {kind_of_array(x)}, whose library lacks the extension linalg of the array API standard, "
+            "which Muon needs; expected arrays of another library, such as NumPy"
+        )
     if not hasattr(xp, dtype):
         raise ValueError(
             f"newton_schulz_dtype is {dtype!r}, which the arrays' library lacks; expected 'float32', or arrays of "

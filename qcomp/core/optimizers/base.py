@@ -22,6 +22,7 @@ from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
 from qcomp.core.optimizers.makers import maker
+from qcomp.core.optimizers.moved_zeros import keeps_zeros, look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
@@ -57,6 +58,8 @@ class Optimizer(TakesAveraging, ABC):
 
     compares_gradients = True
     """Whether a first step warns if all ranks have the same gradients."""
+    mixes_elements = False
+    """Whether the update of an element depends on the gradients of others, except where whole slices are 0."""
 
     learning_rate: float | Callable[[int], float]
     weight_decay: float = 0.0
@@ -308,7 +311,8 @@ class Optimizer(TakesAveraging, ABC):
         -----
         UserWarning
             On every rank, if all ranks have the same gradients in the first step. The check sends 4 bytes to all
-            others.
+            others. Or if that step moves slices or many elements whose gradients are 0 on all ranks, because the
+            compressor has no 0; this sends a bit for each slice along the first and the last axis, and a sample.
         """
         require_rank(state, comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
@@ -344,9 +348,29 @@ class Optimizer(TakesAveraging, ABC):
             if self.nonfinite == "raise":  # a rank does not know which gradients of other ranks are bad
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
+        if self.may_move_zeros(state):
+            looked = [
+                look_at(of_all, state.exact, sample=not self.mixes_elements)
+                for of_all in (gradients, means.values)
+            ]
+            found = yield from moved_zeros(*looked, state, tensors[0])
+            warn_of_moved_zeros(found, self.mean_of(state))
         new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
         yield from compare_new_stage(self, state, new_state, tensors[0])
         return as_given(new_params, params), new_state
+
+    def may_move_zeros(self, state: OptimizerState) -> bool:
+        """Return whether the next step is the first compressed one, and may move elements without a gradient.
+
+        With a variance that was measured before, elements without one are masked.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        begins = state.stage == "compressed" and not state.step and not all(state.exact)
+        return begins and not keeps_zeros(self.mean_of(state))
 
     def require_own(self, params: Sequence[Array], state: OptimizerState) -> None:
         """Raise ValueError unless parameters have the number and the shapes of those that a state was made for.

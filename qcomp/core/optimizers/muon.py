@@ -15,7 +15,7 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable, to_compute_dtype
-from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_dtype
+from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_library
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compression, Means
@@ -181,6 +181,8 @@ class Muon(Optimizer):
     >>> params, state = opt.step(params, params, state, comm)
     """
 
+    mixes_elements = True
+
     compressor: Compressor = LloydMax(bits=4)
     update_compressor: Compressor = ScaledSign(scale="rms")
     whiten_steps: Schedule | None = None
@@ -272,7 +274,7 @@ class Muon(Optimizer):
         ]
         forms = forms_of(names, self.output_axis, tuple(self.stacks), self._splits)
         exact = self._moved_by_adam(tensors, forms)
-        require_dtype(self.newton_schulz_dtype, params[0])
+        require_library(self.newton_schulz_dtype, params[0])
         if all(exact):
             warn_caller(
                 f"Muon orthogonalises nothing: AdamW moves all {len(params)} tensors, because they are vectors or "

@@ -7,7 +7,14 @@ from typing import Any
 
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Exchange, Stages, owned, pipeline
-from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    device,
+    flushes_subnormals,
+    from_host_bytes,
+    host_bytes,
+)
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import zeros_like
@@ -106,8 +113,10 @@ def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -
     """Return the settings of the next step as text, and those of the steps since the last exchange.
 
     In a step that sends nothing, no rank can compare its settings with others. They are in the numbers of the state,
-    such as the sum of the learning rates, until the ranks meet.
+    such as the sum of the learning rates, until the ranks meet. The text also says if the processor flushes subnormals.
     """
+    if flushes_subnormals():  # a mode that may change after the start
+        settings += ", subnormal numbers flushed to 0"
     if not optimizer.apart(state.stage):
         return settings
     numbers = dict(sorted(state.numbers.items()))

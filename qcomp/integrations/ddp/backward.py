@@ -28,6 +28,8 @@ class Part:
     means: Means | None = None
     unused: frozenset[int] = frozenset()
     """The numbers of the parameters that no rank used, if requested."""
+    moved_zeros: Sequence[str] = ()
+    """Which of them moved where the gradients of all ranks are 0, in words."""
     refused: bool = False
     """Whether a value on some rank was not finite."""
     over: bool = False

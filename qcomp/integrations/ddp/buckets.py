@@ -20,6 +20,7 @@ from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers.agreement import GIVE_OWN_DATA, first_elements, same_gradients
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.moved_zeros import look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.qsvrg import QSVRG
 from qcomp.core.optimizers.starting import owner_of
@@ -340,6 +341,8 @@ class BucketedStep:
                     f"all {self.state.size} ranks have the same gradients in the first backward pass, so averaging "
                     f"them is in vain: they train on the same data, most likely. {GIVE_OWN_DATA}"
                 )
+            found = [text for part in running.parts for text in part.moved_zeros]
+            warn_of_moved_zeros(found, self.optimizer.mean_of(self.state))
             self._finish(running)
         except BaseException:
             if self.running is running:
@@ -352,7 +355,9 @@ class BucketedStep:
 
     def _stages(self, part: Part, scale: float) -> Stages[Means]:
         """Average what the optimizer requests for these gradients."""
-        average: Average = self.optimizer.prepare(list(part.sent), self._part(part.numbers), scale=scale)
+        state = self._part(part.numbers)
+        zeros = look_at(part.sent, state.exact, sample=True) if self.optimizer.may_move_zeros(state) else None
+        average: Average = self.optimizer.prepare(list(part.sent), state, scale=scale)
         draws = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.numbers))
         parts = tuple(
             p._replace(mean=p.mean.numbered(draws)) if isinstance(p.mean, TensorwiseMean) else p
@@ -361,11 +366,15 @@ class BucketedStep:
         part.of_gradients = average.of_gradients
         overwrite = average.overwrite or average.of_gradients
         average = average._replace(parts=parts, overwrite=overwrite)
-        if not self._leaves_out_unused:
-            return (yield from average.stages())
-        results: list[Any] = yield from fuse([average.stages(), self._unused_by_all(part)])
-        means, part.unused = results
+        if self._leaves_out_unused:
+            results: list[Any] = yield from fuse([average.stages(), self._unused_by_all(part)])
+            means, part.unused = results
+        else:
+            means = yield from average.stages()
         assert isinstance(means, Means)
+        if zeros is not None:
+            looked = look_at(means.values, state.exact, sample=True)
+            part.moved_zeros = yield from moved_zeros(zeros, looked, state, part.gradients[0])
         return means
 
     def _unused_by_all(self, part: Part) -> Stages[frozenset[int]]:

@@ -9,6 +9,7 @@ from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.moved_zeros import keeps_zeros
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -49,6 +50,11 @@ class GradientMean(Optimizer):
         """Return residuals of zero."""
         first = OptimizerState.first("compressed", names, rank, size)
         return self.compression.begin(first, params, "the hook")
+
+    def may_move_zeros(self, state: OptimizerState) -> bool:
+        """Return whether the next step is the first that is not exact, and may move zeros."""
+        begins = state.step == self.exact_iterations and not all(state.exact)
+        return begins and not keeps_zeros(self.mean_of(state))
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
         """Request the mean of the gradients, which may overwrite them; ``scale`` is 1, since nothing is clipped."""

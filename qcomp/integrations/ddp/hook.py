@@ -243,6 +243,12 @@ def hook(
     ValueError
         If ``averaging`` is given together with ``feedback`` or ``topology``.
 
+    Warns
+    -----
+    UserWarning
+        In a backward pass, on every rank: if all ranks have the same gradients in the first one; or if the first
+        compressed one moves elements whose gradients are 0 on all ranks, see `qcomp.CompressedSGD.step`.
+
     Notes
     -----
     A bucket sends as much as `qcomp.CompressedMean` for its tensors. Its exchange starts when the bucket is full, in
