@@ -158,6 +158,22 @@ def test_a_mean_and_its_residuals_are_the_same_with_kernels(compressor, as_array
         assert qcomp.comm.run_local(3, rank_main) == expected
 
 
+def test_a_mean_that_kernels_decline_is_made_by_the_pure_version():
+    class Declining(NumbaKernels):
+        def average_frame(self, *_):
+            return False
+
+    allreduce = qcomp.CompressedMean(qcomp.ScaledSign(), "all_gather", feedback=False)
+
+    def rank_main(comm):
+        x = vector("gaussian", 1000, comm.rank)
+        return allreduce(x, allreduce.init(x, comm), comm)[0].tobytes()
+
+    expected = qcomp.comm.run_local(2, rank_main)
+    with use_kernels(Declining()):
+        assert qcomp.comm.run_local(2, rank_main) == expected
+
+
 def test_kernels_are_really_used():
     calls = []
 
