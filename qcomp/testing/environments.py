@@ -253,7 +253,9 @@ def in_another_process(value: Any, task: str, argument: Any, *, spec: str | None
         return None
     paths = [str(Path(path).absolute()) for path in sys.path]
     other = str(_CHILD if os.environ.get("PYTHONHASHSEED") != str(_CHILD) else _CHILD + 1)
-    environment = os.environ | dict.fromkeys((*_LAUNCHERS, "CUDA_VISIBLE_DEVICES"), other)
+    # Matrix products of other libraries depend on the number of their threads, which is no fault of the author's.
+    names = [name for name in (*_LAUNCHERS, "CUDA_VISIBLE_DEVICES") if not name.endswith("_NUM_THREADS")]
+    environment = os.environ | dict.fromkeys(names, other)
     environment |= {_MARK: "1", "QCOMP_KERNELS": "pure"}  # the same bytes, and nothing to compile
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result")
