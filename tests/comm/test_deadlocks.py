@@ -171,8 +171,8 @@ from qcomp.comm import deadlocks
 torch.set_num_threads(1)
 server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)
-dist.init_process_group("gloo")
-me, n = dist.get_rank(), dist.get_world_size()
+me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=store, rank=me, world_size=n)
 
 def made(name):
     p = torch.nn.Parameter(torch.zeros(8))

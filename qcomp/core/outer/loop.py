@@ -28,6 +28,10 @@ from qcomp.core.state import OptimizerState
 
 __all__ = ["OuterLoop"]
 
+_IN_EVERY_STEP = (
+    "every rank must call OuterLoop.step of the same loops in the same order after each of its steps, and all must "
+    "resume from checkpoints of the same step"
+)
 _NAME = "an outer loop"
 
 
@@ -388,7 +392,8 @@ class OuterLoop(OuterSettings):
             Its number.
         """
         sent = under_way(state.stage)[fragment]
-        owner = owner_of(self, state)._replace(doing=f"fragment {fragment} of step {sent}")
+        doing = f"fragment {fragment} after step {sent}"
+        owner = owner_of(self, state)._replace(doing=doing, advice=_IN_EVERY_STEP)
         return (yield from owned(self._exchange(state, fragment, sent), owner))
 
     def _exchange(self, state: OptimizerState, fragment: int, sent: int) -> Stages[Means]:
