@@ -116,8 +116,9 @@ class TestWarmup:
             return sent
 
         exact, compressed = 4096 * 4 + 2 * 8, 4096 // 8 + 4096 // 16 * 4 + 2 * 8
-        # The first step also compares gradients.
-        assert run_local(2, rank_main) == [[exact + 4] + [exact] * (FREEZE - 1) + [compressed] * 2] * 2
+        # The first step also compares gradients, and the one that freezes the variance what the ranks share.
+        warmup = [exact + 4] + [exact] * (FREEZE - 2) + [exact + 8]
+        assert run_local(2, rank_main) == [warmup + [compressed] * 2] * 2
 
     def test_a_freeze_after_the_first_step(self, job, grads):
         run = job(one_bit(freeze=1, variance_floor=0.0), grads(SHAPES, 99, 0), 2)

@@ -53,8 +53,8 @@ USED = {
 """Names whose use is tested below, or by the tests of `Join` and of outer loops."""
 LISTED = USED | {part for name in ATTRIBUTES + STORED for part in re.split("[.:]", name)[1:]}
 
-PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
-"""Names of NamedTuple that Python documents."""
+PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
+"""Names of NamedTuple and os that Python documents."""
 CLOSED = ("numba.core.", "numba.np.")
 """Modules without an underscore that are private too."""
 OPENERS = {"attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "setattr"}

@@ -231,12 +231,13 @@ class CompressedMean:
         """
         require_communicator(comm)
         host = getattr(comm, "host", None)
-        owner = self._owner(number_of(comm), "init")
+        number = number_of(comm)
+        owner = self._owner(number, "init")
         begun = drive(owned(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), owner), comm)
-        return begun._replace(number=owner.number)
+        return begun._replace(number=number)
 
     def _owner(self, number: int, doing: str) -> Owner:
-        return Owner(type(self).__name__, number, (), 0, doing)
+        return Owner(type(self).__name__, int(number), (), 0, doing)
 
     def init_stages(
         self, x: Array | Sequence[Array], *, rank: int, size: int, host: str | None = None

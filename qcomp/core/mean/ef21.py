@@ -66,6 +66,7 @@ class EF21Mean(CompressedMean):
     topology: Literal["all_gather"] = field(default="all_gather", init=False)
     feedback: bool = field(default=False, init=False)
     link: Link = field(default=ETHERNET, init=False)
+    divisor: Literal["ranks"] = field(default="ranks", init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

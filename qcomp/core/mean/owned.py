@@ -94,6 +94,7 @@ class OwnedMean(CompressedMean):
     topology: Literal["two_phase"] = field(default="two_phase", init=False)
     feedback: bool = field(default=True, init=False)
     link: Link = field(default=ETHERNET, init=False)
+    divisor: Literal["ranks"] = field(default="ranks", init=False)
     updates: Compressor = field(kw_only=True)
     rule: Rule = field(kw_only=True)
     repaid: float = field(default=1.0, kw_only=True)

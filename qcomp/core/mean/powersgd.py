@@ -135,6 +135,7 @@ class PowerSGDMean(TensorwiseMean):
     topology: Literal["two_phase"] = field(default="two_phase", init=False)
     feedback: bool = field(default=True, init=False)
     link: Link = field(default=ETHERNET, init=False)
+    divisor: Literal["ranks"] = field(default="ranks", init=False)
     numbers: Sequence[int] = field(default=(), kw_only=True)
     rank: int = 1
     min_compression: float = 2.0

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from hashlib import blake2b
@@ -20,6 +19,7 @@ __all__ = [
     "AllToAll",
     "Arriving",
     "Exchange",
+    "Number",
     "Owner",
     "Stages",
     "Transport",
@@ -50,7 +50,16 @@ _NAMED = 3
 
 
 _numbers: "WeakKeyDictionary[Transport, itertools.count[int]]" = WeakKeyDictionary()
-_numbering = threading.Lock()
+
+
+class Number(int):
+    """The number of what was started over a communicator; all are equal, so that states that differ in it alone are."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 class Owner(NamedTuple):
@@ -306,14 +315,13 @@ def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
         arrived = yield request if request.owner else request._replace(owner=owner)
 
 
-def number_of(comm: Transport) -> int:
+def number_of(comm: Transport) -> "Number":
     """Return 1, 2, 3 and so on for what starts over a communicator, for its `Owner`; call it once, on all ranks."""
-    with _numbering:
-        try:
-            count = _numbers.setdefault(comm, itertools.count(1))
-        except TypeError:  # another package's communicator need not be hashable
-            return 0
-        return next(count)
+    try:
+        count = _numbers.setdefault(comm, itertools.count(1))
+    except TypeError:  # another package's communicator need not be hashable
+        return Number(0)
+    return Number(next(count))
 
 
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
