@@ -264,7 +264,7 @@ class TorchExchange:
         end = time.monotonic() + _OWNER_SECONDS
 
         def wait(work: Any) -> None:
-            work.wait(max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+            work.wait(timedelta(seconds=max(0.0, end - time.monotonic())) + _AT_ONCE)
 
         # A rank may compute, and read its headers later; or it has done so, and is gone.
         with contextlib.suppress(RuntimeError):
@@ -280,9 +280,9 @@ class TorchExchange:
     def _wait_for(self, trouble: str, pending: Iterable[tuple[int, Any]]) -> None:
         works = list(pending)
         for index, (peer, work) in enumerate(works):
-            left = timedelta(seconds=self._deadline - time.monotonic())
+            left = timedelta(seconds=max(0.0, self._deadline - time.monotonic()))
             try:
-                work.wait(max(left, _AT_ONCE))
+                work.wait(left + _AT_ONCE)  # torch cuts off what is less than a millisecond
             except RuntimeError as error:
                 if time.monotonic() < self._deadline:
                     raise self._gone(peer, error) from error

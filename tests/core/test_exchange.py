@@ -17,6 +17,7 @@ from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse
 from qcomp.core.mean.topologies import two_phase
 from qcomp.core.numeric.random import replace_draws
+from qcomp.version import version_and_sources
 from tests.core.worlds import SHAPES, average, draws_of, inputs, start
 
 TOPOLOGIES = ["two_phase", "all_gather"]
@@ -328,7 +329,7 @@ class TestHandshake:
             return recorder.sent
 
         for sent in run_local(2, rank_main):
-            assert json.dumps(qcomp.__version__).encode() in sent
+            assert json.dumps(version_and_sources()).encode() in sent
 
     def test_half_precision_is_float32_on_the_wire(self):
         mean, _ = self.BASE
