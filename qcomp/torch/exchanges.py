@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -22,12 +21,13 @@ from qcomp.core.handshake import handshake
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.shards import Shards
 from qcomp.core.mean.stages import Owner, Stages, drive, owned
-from qcomp.core.numeric.arrays import dtype_name, host_bytes
+from qcomp.core.numeric.arrays import dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.policies.exact_below import Tensor
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.gradient_mean import GradientMean
+from qcomp.torch.parameters import mark_of
 from qcomp.torch.units import Unit
 
 if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
@@ -291,7 +291,13 @@ class GatheredWeights(_Sharded):
         self._last: torch.Tensor | None = None
         self._sent = 0
         if changes:
-            self._shards(unit).require_contraction()
+            try:
+                self._shards(unit).require_contraction()
+            except ValueError as error:
+                raise ValueError(
+                    f"weight_changes is True, and weights={compressor.spec} does not shrink what it loses; expected a "
+                    "compressor that does, such as qcomp.Scaled of it or one with more levels or smaller buckets"
+                ) from error
 
     def __call__(
         self,
@@ -314,7 +320,7 @@ class GatheredWeights(_Sharded):
         size = input_tensor.shape[0]
         shards = self._for(self._unit, size) or self._joined(size)
         needs_mark = self._changes or self._compressor.traits.random
-        mark = _mark(input_tensor) if needs_mark else 0
+        mark = mark_of(input_tensor) if needs_mark else 0
         key = Key(seed=self._terms.seed, step=mark, tensor=self._stream, hop=_WEIGHTS_HOP)
         what = "the weights"
         if self._changes:
@@ -341,18 +347,6 @@ class GatheredWeights(_Sharded):
     def forget(self) -> None:
         """Gather all weights anew the next time."""
         self._last = None
-
-
-_ROW = 1 << 12
-
-
-def _mark(x: torch.Tensor) -> int:
-    """Return 64 bits that depend on all bits of a vector, from sums that are made on its device."""
-    bits = x.contiguous().view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
-    whole = len(bits) // _ROW * _ROW
-    rows = bits[:whole].view(-1, _ROW)
-    sums = torch.cat([rows.sum(0), rows.sum(1), bits[whole:].long()])
-    return int.from_bytes(hashlib.sha256(host_bytes(sums)).digest()[:8], "little")
 
 
 class ReplicatedGradients:

@@ -379,6 +379,7 @@ class Trained:
         self._shares_buffers = buffers
         self.tensors = [p for _, p in named]
         self.positions = Positions(optimizers)
+        self.positions.begin(self.tensors)
         self._looked = 0
         self._known = {id(p) for p in self.tensors}
         self.require_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from qcomp.core.numeric.arrays import host_bytes
 from qcomp.integrations.ddp.parameters import averaged_by, plain_name
 
-__all__ = ["names_of", "require_dense", "require_memory_of_its_own", "require_values"]
+__all__ = ["mark_of", "names_of", "require_dense", "require_memory_of_its_own", "require_values"]
+
+_ROW = 1 << 12
 
 
 def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
@@ -117,3 +121,13 @@ def require_dense(named: Iterable[tuple[str, Any]]) -> None:
             raise TypeError(
                 f"the gradient of {name!r} is sparse; expected a dense one, as of an Embedding with sparse=False"
             )
+
+
+def mark_of(x: torch.Tensor) -> int:
+    """Return 64 bits that depend on all bits of a tensor, from sums that are made on its device."""
+    kinds = {1: torch.int8, 2: torch.int16}
+    bits = x.contiguous().flatten().view(kinds.get(x.dtype.itemsize, torch.int32))
+    whole = len(bits) // _ROW * _ROW
+    rows = bits[:whole].view(-1, _ROW)
+    sums = torch.cat([rows.sum(0), rows.sum(1), bits[whole:].long()])
+    return int.from_bytes(hashlib.sha256(host_bytes(sums)).digest()[:8], "little")

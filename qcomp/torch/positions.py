@@ -10,11 +10,15 @@ import torch
 
 from qcomp.torch.buffers import own_part
 from qcomp.torch.optimizer import AveragingOptimizer
+from qcomp.torch.parameters import mark_of
 
 __all__ = ["Place", "Positions", "entries"]
 
 Place = tuple[int, tuple[str | int, ...]]
 """The number of an optimizer, and the keys to an entry in the state of each of its parameters."""
+
+_DEPTH = 8
+"""How deep entries may lie, so that a list which holds itself ends."""
 
 
 class Positions:
@@ -22,8 +26,12 @@ class Positions:
 
     An optimizer moves from its copy, not from the parameter. So what an outer loop writes into the parameter alone is
     undone by the next step. An entry is a position if it once had the values of all its parameters, rounded to their
-    precision. Zeros are no evidence, since they equal a momentum of zero, and neither are single numbers, which may
-    equal a count of steps. Where all parameters are constant, an entry is one only while it equals them.
+    precision, after these had moved: before, a fixed reference equals them too, such as the start of Prodigy. Zeros are
+    no evidence, since they equal a momentum of zero, and neither are single numbers, which may equal a count of steps.
+    Where all parameters are constant or have not moved, an entry is one only while it equals them.
+
+    Copies may also lie beside the state, as in apex: in an attribute of the optimizer whose tensors once were copies of
+    as many parameters.
 
     Parameters
     ----------
@@ -35,7 +43,16 @@ class Positions:
         self._optimizers = optimizers
         self.known: set[Place] = set()
         self._now: set[Place] = set()
+        self._beside: dict[Place, Any] = {}
+        self._first: dict[int, int] = {}
         self.forget()
+
+    def begin(self, params: Sequence[Any]) -> None:
+        """Remember what parameters are before they move."""
+        self._first = {id(p): mark_of(own_part(p)) for p in params}
+
+    def _has_moved(self, p: Any) -> bool:
+        return self._first.get(id(p)) != mark_of(own_part(p))
 
     def forget(self) -> None:
         """Know only what optimizers of qcomp tell: 0/1 Adam has the parameters of the last synchronisation."""
@@ -44,6 +61,7 @@ class Positions:
             for number, one in enumerate(self._optimizers)
             if isinstance(one, AveragingOptimizer)
         }
+        self._beside = {}
 
     def note(self) -> None:
         """Learn which entries have the values of their parameters now."""
@@ -52,15 +70,24 @@ class Positions:
             found: dict[tuple[str | int, ...], list[tuple[Any, Any]]] = {}
             for p, state in optimizer.state.items():
                 if isinstance(p, torch.Tensor):
-                    value = own_part(p)
                     for keys, entry in entries(state):
-                        if entry.shape == value.shape:
-                            found.setdefault(keys, []).append((entry, value))
+                        if entry.shape == own_part(p).shape:
+                            found.setdefault(keys, []).append((entry, p))
             for keys, pairs in found.items():
                 place = number, keys
                 evidence = None if place in self.known else _evidence(pairs)
                 if evidence is not None:
-                    (self.known if evidence else self._now).add(place)
+                    is_position = evidence and any(self._has_moved(p) for _, p in pairs)
+                    (self.known if is_position else self._now).add(place)
+            self._note_beside(number, optimizer)
+
+    def _note_beside(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Learn which attributes have only copies of parameters, each of another one."""
+        for name, value in _attributes(optimizer).items():
+            copies = _copies(entries(value, (name,)), optimizer)
+            pairs = [(entry, p) for entry, p in copies.values()]
+            if _evidence(pairs) and any(self._has_moved(p) for _, p in pairs):
+                self._beside |= {(number, keys): p for keys, (_, p) in copies.items()}
 
     def move(self, p: Any, new: Any) -> None:
         """Move the positions of a parameter by the difference to what it is now."""
@@ -75,7 +102,18 @@ class Positions:
 
     @contextmanager
     def relative(self, params: Sequence[Any]) -> Iterator[None]:
-        """Have positions relative to their parameters in a context, in which states are copied."""
+        """Have positions relative to their parameters in a context, in which states are copied.
+
+        Raises
+        ------
+        ValueError
+            If some are not in the states.
+        """
+        for number, keys in self._beside:
+            raise ValueError(
+                f"optimizer {number} keeps a copy of a parameter in its attribute {'.'.join(map(str, keys))!r}, which "
+                "state_dict() does not have, so that a replica could not go back; expected it in optimizer.state"
+            )
         absolute = [(entry, entry.clone()) for p in params for entry in self._of(p)]
         self._add(params, -1)
         try:
@@ -97,8 +135,17 @@ class Positions:
     def _of(self, p: Any) -> list[Any]:
         """Return the positions of a parameter, each once."""
         value, found = own_part(p), {}
-        for number, keys in sorted(self.known | self._now, key=str):
-            for entry in _at(self._optimizers[number].state.get(p), keys):
+        in_states = [
+            (keys, self._optimizers[number].state.get(p))
+            for number, keys in sorted(self.known | self._now, key=str)
+        ]
+        beside = [
+            (keys, _attributes(self._optimizers[number]))
+            for (number, keys), owner in self._beside.items()
+            if owner is p
+        ]
+        for keys, state in in_states + beside:
+            for entry in _at(state, keys):
                 if entry.shape == value.shape and entry.data_ptr() != value.data_ptr():
                     found[entry.data_ptr()] = entry
         return list(found.values())
@@ -109,25 +156,56 @@ def entries(state: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
     if isinstance(state, torch.Tensor):
         if state.is_floating_point() and state.layout is torch.strided:
             yield keys, own_part(state)
-    elif isinstance(state, Mapping | list | tuple):
+    elif isinstance(state, Mapping | list | tuple) and len(keys) < _DEPTH:
         for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
             yield from entries(value, (*keys, key))
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer has beside its state; optimizers of qcomp have there what their states show."""
+    if isinstance(optimizer, AveragingOptimizer):
+        return {}
+    return {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
 
 
 def _at(state: Any, keys: tuple[str | int, ...]) -> list[Any]:
     return [entry for found, entry in entries(state) if found == keys]
 
 
+def _copies(
+    held: Iterable[tuple[tuple[str | int, ...], Any]], optimizer: torch.optim.Optimizer
+) -> dict[tuple[str | int, ...], tuple[Any, Any]]:
+    """Return tensors by their keys, each with the parameter whose values it has; nothing if one has none's."""
+    rest = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {}
+    for keys, entry in held:
+        for number, p in enumerate(rest):
+            value = own_part(p)
+            is_other = entry.shape == value.shape and entry.data_ptr() != value.data_ptr()
+            if is_other and _in_common(entry, value) is not None:
+                found[keys] = entry, rest.pop(number)
+                break
+        else:
+            return {}
+    return found
+
+
+def _in_common(entry: Any, value: Any) -> Any:
+    """Return the values of two tensors in the lower of both precisions if they are equal, else None."""
+    coarse = min(entry.dtype, value.dtype, key=lambda dtype: dtype.itemsize)
+    own = value.to(coarse)
+    return own if torch.equal(entry.to(own.device, coarse), own) else None
+
+
 def _evidence(pairs: list[tuple[Any, Any]]) -> bool | None:
-    """Return None unless all entries equal their parameters, in the lower of both precisions.
+    """Return None unless all entries equal the parameters beside them, in the lower of both precisions.
 
     If they do, return whether any has two values; None also if all are zeros or single numbers.
     """
     found = None
-    for entry, value in sorted(pairs, key=lambda pair: pair[1].numel()):
-        coarse = min(entry.dtype, value.dtype, key=lambda dtype: dtype.itemsize)
-        own = value.to(coarse)
-        if not torch.equal(entry.to(own.device, coarse), own):
+    for entry, p in sorted(pairs, key=lambda pair: pair[1].numel()):
+        own = _in_common(entry, own_part(p))
+        if own is None:
             return None
         if not found and own.numel() > 1:
             is_varied = bool((own != own.flatten()[0]).any())

@@ -900,6 +900,10 @@ REFUSALS = {
         "compress(sharded(), qcomp.QSGD(1, 512), feedback=True, exact=None)",
         "ValueError: feedback=True around qsgd",
     ),
+    "weights diverge": (
+        "compress(sharded(), None, qcomp.QSGD(1, 512), weight_changes=True, exact=None)",
+        "ValueError: weight_changes is True, and weights=qsgd:levels=1",
+    ),
     "replicate": (
         "compress(replicate(network(), mesh=everyone))",
         "ValueError: the model is replicated over 2 ranks, over which FSDP2 sums exactly before it calls any hook",

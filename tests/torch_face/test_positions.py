@@ -71,6 +71,34 @@ class ScheduleFree(Masters):
             z.sub_(p.grad, alpha=rate)
 
 
+class Beside(Masters):
+    """Float32 copies beside the state, in groups of their own, as in apex."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        own = self.param_groups[0]["params"]
+        self.groups_of_masters = [{"params": [p.detach().float().clone() for p in own]}]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, master in zip(
+            self.param_groups[0]["params"], self.groups_of_masters[0]["params"], strict=True
+        ):
+            p.copy_(master.sub_(p.grad, alpha=self.param_groups[0]["lr"]))
+
+
+class FromStart(Masters):
+    """SGD that keeps where it has started, as Prodigy does; its rate rises from zero."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rate = self.param_groups[0]["lr"]
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("start", p.clone())
+            p.sub_(p.grad, alpha=rate * self.state[p].setdefault("steps", 0))
+            self.state[p]["steps"] += 1
+
+
 def fresh(dtype=torch.float32):
     """Three parameters, one of them zeros."""
     values = [torch.linspace(0, 1, 6), torch.zeros(4), torch.tensor(1.0)]
@@ -186,6 +214,34 @@ def test_constant_parameters_that_equal_their_copies_are_moved(dtype):
         assert found[::5] == pytest.approx([end - 0.1 * (1 + rank) for end in ends[:-1]], abs=1e-2)
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_copies_beside_the_state_are_moved(every):
+    def rank_main(comm):
+        trail, params, optimizer, _ = trained(Beside, qcomp.outer.local_sgd(every), 6, comm=comm)
+        return trail, params, optimizer.groups_of_masters[0]["params"]
+
+    (one, params, masters), (other, *_) = run_local(2, rank_main, timeout=20)
+    expected, *_ = trained(Beside, None, 6)
+    for step in range(every - 1, 6, every):
+        for p, q, r in zip(one[step], other[step], expected[step], strict=True):
+            assert torch.equal(p, q)
+            torch.testing.assert_close(p, r, atol=1e-5, rtol=0)
+    assert all(torch.equal(p, master) for p, master in zip(params, masters, strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_start_stays_where_it_was(every):
+    """Parameters that have not moved yet equal it, as after a first step with a rate of zero."""
+
+    def rank_main(comm):
+        _, params, optimizer, outer = trained(FromStart, qcomp.outer.local_sgd(every), 6, comm=comm)
+        assert known(outer) == set()
+        return [optimizer.state[p]["start"] for p in params]
+
+    for found in run_local(2, rank_main, timeout=20):
+        assert all(torch.equal(x, p) for x, p in zip(found, fresh(), strict=True))
+
+
 OTHERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -206,6 +262,8 @@ def test_other_states_are_left_alone(name):
     def rank_main(comm):
         params = [*fresh(), torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))]
         optimizer = OTHERS[name](params)
+        optimizer.of_the_script = [params, torch.ones(3)]
+        optimizer.of_the_script.append(optimizer.of_the_script)  # which holds itself
         outer = qcomp.torch.OuterLoop(params, optimizer, qcomp.outer.local_sgd(2), comm=comm)
         found = outer._trained.positions
         moves, move = [], found.move
@@ -317,6 +375,13 @@ def test_states_can_move_to_other_parameters():
         torch.testing.assert_close(other.state[q]["slow"], value + 1)
 
 
+def test_copies_beside_the_state_cannot_go_to_other_replicas():
+    _, params, _, outer = trained(Beside, qcomp.outer.local_sgd(2), 2, comm=ALONE)
+    text = "optimizer 0 keeps a copy of a parameter in its attribute 'groups_of_masters.0.params.0', which"
+    with pytest.raises(ValueError, match=text), outer._trained.positions.relative(params):
+        pass
+
+
 class TestMistakes:
     class Around(torch.optim.Optimizer):
         """A wrapper with slow weights in a state of its own."""
@@ -385,12 +450,22 @@ class TestMistakes:
             {},
         ),
         (
+            (Positions, "_note_beside", lambda self, *_: None),
+            test_copies_beside_the_state_are_moved,
+            {"every": 3},
+        ),
+        (
+            (Positions, "_has_moved", lambda self, p: True),
+            test_a_start_stays_where_it_was,
+            {"every": 3},
+        ),
+        (
             (Positions, "place", lambda self, params, known: None),
             test_states_can_move_to_other_parameters,
             {},
         ),
     ],
-    ids=["not moved", "not noticed", "everything", "forgotten", "relative"],
+    ids=["not moved", "not noticed", "everything", "forgotten", "beside", "start", "relative"],
 )
 def test_broken_versions_are_detected(broken, law, options, monkeypatch):
     monkeypatch.setattr(*broken)
