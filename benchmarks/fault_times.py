@@ -28,6 +28,8 @@ from faults.rank import PHASES, SILENCE, TIMEOUT, UNPLUG, Case
 from network.launch import RankError, launch
 from timing import machine
 
+from qcomp.comm import patience
+
 RANKS = 3
 MOMENTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 CASES = [
@@ -35,10 +37,17 @@ CASES = [
     for case in (
         *itertools.product(("gloo", "mpi"), PHASES, ("SIGKILL", "SIGSTOP"), (0, 2), MOMENTS),
         *itertools.product(("gloo",), PHASES, (UNPLUG,), (0, 2), MOMENTS[::3]),
+        *itertools.product(("gloo",), PHASES, (UNPLUG,), (0, 2), MOMENTS[::3], (None,)),
     )
 ]
-LATEST = {"SIGKILL": 1.0, "SIGSTOP": SILENCE * 1.5, UNPLUG: SILENCE * 1.5}
-"""Seconds within which every survivor must notice the fault; an unplugged rank must, too."""
+LATEST = {
+    ("SIGKILL", SILENCE): 1.0,
+    ("SIGSTOP", SILENCE): SILENCE * 1.5,
+    (UNPLUG, SILENCE): SILENCE * 1.5,
+    (UNPLUG, None): patience.SILENCE + 1.0,
+}
+"""Seconds within which every survivor must notice a fault, with a silence; an unplugged rank must, too."""
+FAULTS = ["SIGKILL", "SIGSTOP", UNPLUG]
 PATIENCE = 60.0
 """Seconds after the fault from which on a survivor counts as hung."""
 LONGEST_START = 300.0
@@ -50,7 +59,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/reliability"), help="default: %(default)s")
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many (default: all)")
     parser.add_argument("--transports", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
-    parser.add_argument("--faults", nargs="+", choices=list(LATEST), default=list(LATEST))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--page", action="store_true", help="only write the tables, from the file")
     options = parser.parse_args()
     if options.cases < 1:
@@ -66,7 +75,7 @@ def main() -> int:
         for number, case in enumerate(chosen):
             rows.append({**case._asdict(), **judged(case)})
             print(f"{number + 1} of {len(chosen)}", json.dumps(rows[-1]), flush=True)
-        about = json.dumps({"machine": machine(), "silence": SILENCE, "timeout": TIMEOUT, "ranks": RANKS})
+        about = json.dumps({"machine": machine(), "timeout": TIMEOUT, "ranks": RANKS})
         path.write_text("".join(line + "\n" for line in [about, *map(json.dumps, rows)]))
     rows = _read(path)
     page.rewrite(options.out, {"faults": summary(rows)})
@@ -163,22 +172,31 @@ def _mpi(case: Case, folder: Path) -> float | None:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of how many cases were noticed, and how soon."""
     lines = []
-    for transport, kind in itertools.product(("gloo", "mpi"), LATEST):
+    for transport, (kind, silence) in itertools.product(("gloo", "mpi"), LATEST):
         for phase in PHASES:
+            about = transport, kind, silence, phase
             own = [
-                row
-                for row in rows
-                if (row["transport"], row["fault"], row["phase"]) == (transport, kind, phase)
+                row for row in rows if (row["transport"], row["fault"], row["silence"], row["phase"]) == about
             ]
             if not own:
                 continue
             seconds = [row["seconds"] for row in own if "seconds" in row]
             by_launcher = sum(row["outcome"] == "ended by the launcher" for row in own)
-            in_time = sum(value <= LATEST[kind] for value in seconds)
+            in_time = sum(value <= LATEST[kind, silence] for value in seconds)
             counts = [len(own), len(seconds) - by_launcher, by_launcher, in_time]
             times = [f"{median(seconds):.2f}", f"{max(seconds):.2f}"] if seconds else ["", ""]
-            lines.append([transport, kind, phase, *map(str, counts), *times])
-    head = ["over", "fault", "during", "faults", "noticed by all", "ended by the launcher", "in time"]
+            limit = "default" if silence is None else f"{silence:g} s"
+            lines.append([transport, kind, limit, phase, *map(str, counts), *times])
+    head = [
+        "over",
+        "fault",
+        "`silence`",
+        "during",
+        "faults",
+        "noticed by all",
+        "ended by the launcher",
+        "in time",
+    ]
     head += ["median, s", "slowest, s"]
     return page.table(head, lines)
 

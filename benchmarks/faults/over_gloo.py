@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from faults.rank import SILENCE, TIMEOUT, Case, run
+from faults.rank import TIMEOUT, Case, run
 from qcomp.comm.torch_dist import TorchCommunicator
 
 __all__ = ["rank_main"]
@@ -19,7 +19,7 @@ def rank_main(case: Case, rank: int, ranks: int, folder: Path) -> None:
     """Run one rank of a case."""
 
     def create() -> TorchCommunicator:
-        return TorchCommunicator(timeout=TIMEOUT, silence=SILENCE)
+        return TorchCommunicator(timeout=TIMEOUT, silence=case.silence)
 
     store = FileStore(str(folder / "store"), ranks)
     dist.init_process_group(

@@ -29,6 +29,7 @@ BEFORE = 3
 TIMEOUT = 300.0
 """The communicator's default timeout in seconds; no rank should wait that long."""
 SILENCE = 2.0
+"""Seconds without a sign of life after which a rank counts as lost in most cases."""
 UNPLUG = "unplugged"
 
 
@@ -46,6 +47,8 @@ class Case(NamedTuple):
         The rank that has the fault.
     moment : float
         Seconds from the start of the phase on the victim to the fault.
+    silence : float or None
+        The communicators'; None is their default.
     """
 
     transport: str
@@ -53,6 +56,7 @@ class Case(NamedTuple):
     fault: str
     victim: int
     moment: float
+    silence: float | None = SILENCE
 
 
 class Diary:
@@ -136,7 +140,7 @@ def main() -> None:
     world = MPI.COMM_WORLD
     run(
         case,
-        lambda: MPICommunicator(world, timeout=TIMEOUT, silence=SILENCE),
+        lambda: MPICommunicator(world, timeout=TIMEOUT, silence=case.silence),
         world.Get_rank(),
         Path(sys.argv[2]),
     )

@@ -41,6 +41,7 @@ _LONGEST_TIMER = 32767.0
 """The most seconds that the system accepts for its timers."""
 _GRACE_SECONDS = 0.3
 """Time for the last messages of a dead rank to arrive, or for this rank to find the same fault itself."""
+_PAUSE_SECONDS = 0.02
 _ALL_EXCHANGES = 0
 _NO_RANK = -1
 _ENDED = "has finished, died or given up: its connection is closed"
@@ -429,7 +430,10 @@ def lifelines(
     missing = set(range(size)) - sockets.keys() - {rank}
     try:
         if missing:
-            look_for(missing)
+            until = time.monotonic() + _GRACE_SECONDS
+            while time.monotonic() < until:  # the transport takes a moment to notice an end
+                look_for(missing)
+                time.sleep(_PAUSE_SECONDS)
             warn_caller(
                 f"rank {rank} has no connection to {name_ranks(missing)} beside the transport's, so their death is "
                 "noticed only by the transport: let the nodes reach each other on all TCP ports, or set "

@@ -264,7 +264,7 @@ class TorchExchange:
         end = time.monotonic() + _OWNER_SECONDS
 
         def wait(work: Any) -> None:
-            work.wait(max(timedelta(seconds=end - time.monotonic()), _AT_ONCE))
+            work.wait(timedelta(seconds=max(0.0, end - time.monotonic())) + _AT_ONCE)
 
         # A rank may compute, and read its headers later; or it has done so, and is gone.
         with contextlib.suppress(RuntimeError):

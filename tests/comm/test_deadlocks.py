@@ -208,21 +208,19 @@ dist.barrier()
 
 def test_threads_that_wait_long_and_go_on_are_left_alone(torch_ranks):
     body = """
+from concurrent.futures import ThreadPoolExecutor
 deadlocks._TELL_SECONDS = 0.05
-found = {}
-def run(name, step, value):
+threads = {name: ThreadPoolExecutor(1) for name in ("enc", "dec")}
+steps = {name: thread.submit(made, name).result() for name, thread in threads.items()}
+may_go = threading.Event()
+def run(name, value):
     if (name == "dec") == bool(me):
-        store.wait([name])  # the other rank waits for this thread meanwhile, and both have told so
-    found[name] = step(value)
-threads = [threading.Thread(target=run, args=args) for args in (("enc", enc, 1), ("dec", dec, 100))]
-for thread in threads:
-    thread.start()
-judged = threading.Event()
-judged.wait(0.5)
-store.set("dec" if me else "enc", "")
-for thread in threads:
-    thread.join()
-print(found["enc"], found["dec"], flush=True)
+        may_go.wait()  # a thread of the other rank waits for this one meanwhile, and has told so
+    return steps[name](value)
+running = [threads[name].submit(run, name, value) for name, value in (("enc", 1), ("dec", 100))]
+threading.Event().wait(0.5)
+may_go.set()
+print(*[one.result() for one in running], flush=True)
 dist.barrier()
 """
     assert [rank.out for rank in torch_ranks(2, HEAD + body)] == ["-1.5 -100.5\n"] * 2

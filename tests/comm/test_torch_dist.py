@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import qcomp
+from qcomp.core.errors import CommunicatorError
 
 pytest.importorskip("torch")
 
@@ -1006,6 +1007,19 @@ except RuntimeError as error:
         [f"RuntimeError {died}"],
         [f"CommunicatorError all_gather: rank 0 failed: all_gather was interrupted by RuntimeError: {died}"],
     ]
+
+
+def test_a_handler_of_signals_may_interrupt_any_call_of_torch():
+    """Its error has the class of torch's own, but another place."""
+    import torch.distributed as dist
+
+    from qcomp.comm.torch_library import transport_errors
+
+    with pytest.raises(RuntimeError, match=r"^a worker is dead$") as caught, transport_errors("gloo failed"):
+        raise RuntimeError("a worker is dead")
+    assert type(caught.value) is RuntimeError
+    with pytest.raises(CommunicatorError, match=r"^gloo failed: broken$"), transport_errors("gloo failed"):
+        raise dist.DistBackendError("broken")
 
 
 @pytest.mark.slow

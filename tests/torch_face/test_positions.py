@@ -262,6 +262,8 @@ def test_other_states_are_left_alone(name):
     def rank_main(comm):
         params = [*fresh(), torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))]
         optimizer = OTHERS[name](params)
+        optimizer.of_the_script = [params, torch.ones(3)]
+        optimizer.of_the_script.append(optimizer.of_the_script)  # which holds itself
         outer = qcomp.torch.OuterLoop(params, optimizer, qcomp.outer.local_sgd(2), comm=comm)
         found = outer._trained.positions
         moves, move = [], found.move
