@@ -137,6 +137,9 @@ class CompressedMean:
     a node it rounds nothing. A ring rounds sums N - 1 times and their mean once. With an unbiased compressor the mean
     is unbiased in every topology, and the variances of the roundings add up.
 
+    Elements that are 0 on all ranks stay 0 if the compressor has ``traits.keeps_zero``; `ScaledSign` and `LloydMax` do
+    not, and nothing here warns of it.
+
     Examples
     --------
     >>> import numpy as np, qcomp

@@ -349,11 +349,10 @@ class Optimizer(TakesAveraging, ABC):
                 raise (yield from name_gradients(error, gradients, state.names, state)) from error
             return as_given(tensors, params), state._replace(skipped=state.skipped + 1)
         if self.may_move_zeros(state):
-            looked = [
-                look_at(of_all, state.exact, sample=not self.mixes_elements)
-                for of_all in (gradients, means.values)
-            ]
-            found = yield from moved_zeros(*looked, state, tensors[0])
+            sample = not self.mixes_elements
+            before = look_at(gradients, state.exact, sample=sample)
+            after = look_at(means.values, state.exact, sample=sample)
+            found = yield from moved_zeros(before, after, state, tensors[0])
             warn_of_moved_zeros(found, self.mean_of(state))
         new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
         yield from compare_new_stage(self, state, new_state, tensors[0])
