@@ -160,9 +160,8 @@ def _host(number: int) -> Iterator[None]:
 def _date(number: int) -> Iterator[None]:
     """Set the clock to another day and hour; `datetime.date.today` reads it by `time.time`."""
     seconds = 10**9 + 100_003 * number
-    zone = datetime.datetime
 
-    class Then(zone):  # type: ignore[misc, valid-type] # a variable, so that it is of the moment
+    class Then(datetime.datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
             return cls.fromtimestamp(seconds, tz)
