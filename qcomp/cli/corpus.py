@@ -78,4 +78,5 @@ def _windows(
     data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], context: int
 ) -> npt.NDArray[np.int64]:
     """Cut one window of ``context + 1`` bytes at each start."""
-    return data[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    windows: npt.NDArray[np.int64] = data[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    return windows

@@ -326,8 +326,9 @@ class TestBytes:
 
         run_local(8, rank_main, hosts=[str(node) for node in nodes])
         payload = n / 8 + 4 * n / 4096
-        assert crossed == [2 * payload / 2 / 4 + 2 * (8 + 8)] * 8
-        assert within == [3 * n + 3 * 8 + 3 * payload / 4 + 3 * 2 * (8 + 8 + 8)] * 8
+        owners = 4 * 8  # in each of 4 exchanges, since this communicator compares no owners
+        assert crossed == [2 * payload / 2 / 4 + 2 * (8 + 8) + 4 * owners] * 8
+        assert within == [3 * n + 3 * 8 + 3 * payload / 4 + 3 * 2 * (8 + 8 + 8) + 3 * owners] * 8
 
 
 class TestNonFinite:

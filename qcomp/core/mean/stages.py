@@ -225,8 +225,9 @@ def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
         return begun(request, comm)
     sent = request if _compares(request, comm) else _with_digests(request)
     arrived: Sequence[Array]
-    if getattr(comm, "compares_owners", False):
-        arrived = comm.run(sent)
+    run = getattr(comm, "run", None) if getattr(comm, "compares_owners", False) else None
+    if run is not None:
+        arrived = run(sent)
     elif isinstance(sent, AllToAll):
         arrived = comm.all_to_all(sent.send, sent.receive)
     else:
