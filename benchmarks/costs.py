@@ -119,6 +119,8 @@ def held(state: OptimizerState) -> int:
 class _Counting:
     """A communicator that counts its collectives."""
 
+    compares_owners = True
+
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size, self.comm = comm.rank, comm.size, comm
         self.calls = 0

@@ -118,13 +118,9 @@ class Timed(qcomp.comm.TorchCommunicator):
         pending = self._counted(super().start, request)
         return Waited(lambda: self._counted(pending.wait))
 
-    def all_to_all(self, *args: Any) -> Any:
+    def run(self, request: Any) -> Any:
         """Exchange, and count."""
-        return self._counted(super().all_to_all, *args)
-
-    def all_gather(self, *args: Any) -> Any:
-        """Exchange, and count."""
-        return self._counted(super().all_gather, *args)
+        return self._counted(super().run, request)
 
     def _counted(self, exchange: Callable[..., Any], *args: Any) -> Any:
         start, before = time.process_time(), self.seconds

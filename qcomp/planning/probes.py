@@ -202,6 +202,7 @@ class _Alone:
     """The only rank of a world."""
 
     rank, size = 0, 1
+    compares_owners = True
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[int]) -> list[Array]:  # noqa: ARG002
         """Return what this rank sends to itself."""
