@@ -40,6 +40,9 @@ __all__ = ["Place", "begin", "names_of", "owner_of", "resume"]
 
 Saved = Mapping[str, Any]
 
+_ANY_KIND = "optimizer"
+"""The kind of owners until a handshake has compared the kinds, and tells more about a difference."""
+
 _EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
 
 
@@ -79,7 +82,7 @@ def begin(
     With ``compare`` the ranks also compare the values of their parameters.
     """
     begun = _begin(optimizer, tensors, names, place, compare=compare)
-    return (yield from owned(begun, Owner(type(optimizer).__name__, place.number, names, 0, "init")))
+    return (yield from owned(begun, Owner(_ANY_KIND, place.number, names, 0, "init")))
 
 
 def _begin(
@@ -119,7 +122,7 @@ def resume(
     lost: Collection[int] = (),
 ) -> Stages[OptimizerState]:
     """Return the state to resume from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
-    owner = Owner(type(optimizer).__name__, place.number, names, 0, "load_state_dict")
+    owner = Owner(_ANY_KIND, place.number, names, 0, "load_state_dict")
     return (
         yield from owned(_resume(optimizer, saved, tensors, names, place, strict=strict, lost=lost), owner)
     )
