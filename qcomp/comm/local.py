@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qcomp.comm.buffers import from_host, stage_exchange
@@ -158,11 +159,16 @@ class _Call:
     receive: list[int]
     owner: Owner | None
 
+    @cached_property
+    def digest(self) -> int:
+        """The digest of the owner, 0 without one."""
+        return 0 if self.owner is None else self.owner.digest
+
 
 def _disagreement(one: tuple[int, _Call], other: tuple[int, _Call]) -> str | None:
     """Describe a contradiction between the calls of two ranks, if there is one."""
     (rank, call), (peer, peer_call) = sorted((one, other), key=lambda pair: pair[0])
-    if call.owner != peer_call.owner:
+    if call.digest != peer_call.digest:
         return other_owners({rank: told(call.owner), peer: told(peer_call.owner)}, call.owner)
     if call.verb != peer_call.verb:
         return f"rank {rank} called {call.verb} where rank {peer} called {peer_call.verb}"

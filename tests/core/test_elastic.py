@@ -590,14 +590,19 @@ class TestFramesInTheWrongPlace:
         return found
 
     def test_a_resume_notices(self):
-        """By the length, except in one exchange."""
+        """By the length, except in two exchanges."""
         job = world("1-bit")
         helds = [None, *whole_run(job, STEPS)[8][:2]]
         count = exchanges(job.resumes(helds))
         found = self.outcomes(lambda: job.resumes(helds), count)
         assert len(found) == count - 1 > 10
-        # Two phases with residual values have the same length: this rank then owes something else.
-        assert (set(found), found.count("alike")) == ({"length", "alike"}, 1)
+        # Two phases with residual values have the same length: this rank then owes something else. The digest of what the
+        # ranks share is as long as a length of facts; this rank then tells the others its states, which they do not await.
+        assert (set(found), found.count("alike"), found.count("error")) == (
+            {"length", "alike", "error"},
+            1,
+            1,
+        )
 
     def test_a_step_notices_by_length_alone(self):
         """Two all-gather steps have frames of one length: a repeated one sets ranks apart; diagnostics see it."""

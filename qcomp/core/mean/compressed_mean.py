@@ -234,13 +234,9 @@ class CompressedMean:
         """
         require_communicator(comm)
         host = getattr(comm, "host", None)
-        number = number_of(comm)
-        owner = self._owner(number, "init")
+        owner = Owner("mean", number_of(comm), (), 0, "init")  # the handshake compares the kinds
         begun = drive(owned(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), owner), comm)
-        return begun._replace(number=number)
-
-    def _owner(self, number: int, doing: str) -> Owner:
-        return Owner(type(self).__name__, int(number), (), 0, doing)
+        return begun._replace(number=owner.number)
 
     def init_stages(
         self, x: Array | Sequence[Array], *, rank: int, size: int, host: str | None = None
@@ -415,7 +411,7 @@ class CompressedMean:
                 f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
             )
         stages = self.stages(x, state, key=key, donate=donate)
-        return drive(owned(stages, self._owner(state.number, "a mean")), comm)
+        return drive(owned(stages, Owner(type(self).__name__, state.number, (), 0, "a mean")), comm)
 
     def stages(
         self,

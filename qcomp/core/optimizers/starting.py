@@ -40,6 +40,9 @@ __all__ = ["Place", "begin", "names_of", "owner_of", "resume"]
 
 Saved = Mapping[str, Any]
 
+_ANY_KIND = "optimizer"
+"""The kind of owners until a handshake has compared the kinds, and tells more about a difference."""
+
 _EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": explain_values}
 
 
@@ -68,12 +71,7 @@ def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str
 def owner_of(optimizer: Any, state: OptimizerState) -> Owner:
     """Return the owner of the exchanges of the next step."""
     doing = f"step {state.step + 1} ({state.stage})"
-    return Owner(type(optimizer).__name__, int(state.number), state.names, state.stream, doing)
-
-
-def _owner(place: Place, doing: str) -> Owner:
-    """Return the owner of exchanges that begin with a handshake, which tells other optimizers and names apart."""
-    return Owner("an optimizer", int(place.number), (), 0, doing)
+    return Owner(type(optimizer).__name__, state.number, state.names, state.stream, doing)
 
 
 def begin(
@@ -84,7 +82,7 @@ def begin(
     With ``compare`` the ranks also compare the values of their parameters.
     """
     begun = _begin(optimizer, tensors, names, place, compare=compare)
-    return (yield from owned(begun, _owner(place, "init")))
+    return (yield from owned(begun, Owner(_ANY_KIND, place.number, names, 0, "init")))
 
 
 def _begin(
@@ -124,7 +122,7 @@ def resume(
     lost: Collection[int] = (),
 ) -> Stages[OptimizerState]:
     """Return the state to resume from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
-    owner = _owner(place, "load_state_dict")
+    owner = Owner(_ANY_KIND, place.number, names, 0, "load_state_dict")
     return (
         yield from owned(_resume(optimizer, saved, tensors, names, place, strict=strict, lost=lost), owner)
     )
