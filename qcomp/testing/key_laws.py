@@ -73,6 +73,7 @@ def no_key_repeats(case: Case) -> None:
     if not case.compressor.traits.random:
         return
     plain = case.plain
+    _check_buckets(plain)
     bucket = plain.compressor.traits.bucket_size
     length = max(_SIZE, 4 * bucket) if bucket <= _SIZE else _SIZE
     arrays = [plain.array(vector("gaussian", length + 8 * i, 12 + i)) for i in range(3)]
@@ -91,7 +92,6 @@ def no_key_repeats(case: Case) -> None:
             continue
         same = all(data(key, number) == data(earlier, number) for number in range(alone, together))
         assert not same, f"{key} and {earlier} have the same draws"
-    _check_buckets(plain)
 
 
 def _buckets_tell(case: Case, length: int) -> bool:
