@@ -135,7 +135,8 @@ class Copies:
     ) -> None:
         self.every = every
         self._comm = comm
-        problem, token = None, ""
+        problem: Exception | None = None
+        token = ""
         try:
             if type(every) is not int or every < 1:
                 raise ValueError(f"every is {every!r}; expected an integer of at least 1")
