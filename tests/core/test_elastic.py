@@ -596,8 +596,8 @@ class TestFramesInTheWrongPlace:
         count = exchanges(job.resumes(helds))
         found = self.outcomes(lambda: job.resumes(helds), count)
         assert len(found) == count - 1 > 10
-        # Two phases with residual values have the same length: this rank then owes something else. The digest of what the
-        # ranks share is as long as a length of facts; this rank then tells the others its states, which they do not await.
+        # Two phases with residual values have the same length: this rank then owes something else. A digest of what the
+        # ranks share is as long as a length of facts: this rank then tells its states, and the others expect none.
         assert (set(found), found.count("alike"), found.count("error")) == (
             {"length", "alike", "error"},
             1,
