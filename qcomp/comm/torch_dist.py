@@ -319,7 +319,9 @@ class TorchCommunicator(Verbs):
         def make() -> None:
             with transport_errors("TorchCommunicator: gloo cannot connect the ranks"):
                 within = timedelta(seconds=self.timeout)
-                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, timeout=within))
+                group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=within)
+                group.barrier().wait()  # so that no rank closes its connections while others still connect
+                made.append(group)
 
         self.attend(_CREATION, "TorchCommunicator", None, make, lambda: None)
         return made[0]

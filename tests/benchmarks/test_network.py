@@ -109,6 +109,7 @@ class TestVolume:
             grads = [param + comm.rank for param in params]
             optimizer = qcomp.CompressedSGD(learning_rate=0.1, compressor=qcomp.ScaledSign())
             state = optimizer.init(params, comm)
+            params, state = optimizer.step(params, grads, state, comm)  # compares more than later steps
             before = comm.bytes_sent
             optimizer.step(params, grads, state, comm)
             return comm.bytes_sent - before
