@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class Recorder:
         return self.comm.all_gather(send, receive)
 
 
+def exchanged(sent: Sequence[list[bytes]], step: int) -> Sequence[list[bytes]]:
+    """Return the messages of a step's two exchanges; the first step compares before, and the last exact one after."""
+    return sent[-3:-1] if step == FREEZE - 1 else sent[-2:]
+
+
 def train_core(out: Path) -> None:
     """Train as one rank of mpirun."""
     comm = Recorder(qcomp.comm.world())
@@ -100,7 +106,7 @@ def train_core(out: Path) -> None:
         gradients = gradient(params, comm.rank, step)
         leaves, state = opt.step(list(params.values()), list(gradients.values()), state, comm)
         params = dict(zip(names, leaves, strict=True))
-        messages.append(comm.sent[-2:])  # the first step also compares gradients
+        messages.append(exchanged(comm.sent, step))
     save(out, "core", comm.rank, params, messages)
 
 
@@ -122,7 +128,7 @@ def train_torch(out: Path) -> None:
             p.grad = torch.asarray(gradients[name])
         comm.sent = []
         opt.step()
-        messages.append(comm.sent[-2:])  # the first step also compares how the ranks were started
+        messages.append(exchanged(comm.sent, step))
     save(out, "torch", comm.rank, {name: p.detach().numpy() for name, p in params.items()}, messages)
 
 
