@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ class Recorder:
         return self.comm.all_gather(send, receive)
 
 
-def exchanged(sent: Sequence[list[bytes]], step: int) -> Sequence[list[bytes]]:
+def exchanged(sent: list[list[bytes]], step: int) -> list[list[bytes]]:
     """Return the messages of a step's two exchanges; the first step compares before, and the last exact one after."""
     return sent[-3:-1] if step == FREEZE - 1 else sent[-2:]
 

@@ -319,7 +319,7 @@ class TorchCommunicator(Verbs):
         def make() -> None:
             with transport_errors("TorchCommunicator: gloo cannot connect the ranks"):
                 within = timedelta(seconds=self.timeout)
-                group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=within)
+                group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=within)
                 group.barrier().wait()  # so that no rank closes its connections while others still connect
                 made.append(group)
 
