@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,10 +21,8 @@ from numpy.typing import NDArray
 from qcomp.backends.private_folder import private_folder
 from qcomp.private_names.numba import cache_of, use_cache, value_of
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Bytes", "Codes", "Floats", "Halves", "Kernel", "Longs", "Words", "borrow", "inline", "kernel"]
 
@@ -190,7 +189,7 @@ def _alone(cache: str, name: str) -> Iterator[None]:
     with ExitStack() as stack:
         with suppress(OSError):
             file = stack.enter_context(Path(cache, f"{name}.lock").open("w"))
-            if fcntl is not None:
+            if sys.platform != "win32":
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

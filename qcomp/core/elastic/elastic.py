@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.manifest import kind_of
 from qcomp.core.elastic.meeting import Meeting, Report, Seat, meet
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive, number_of, require_communicator
+from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive, place_in
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -327,17 +327,7 @@ class Elastic:
         UserWarning
             If the number of ranks changes, or something is lost.
         """
-        require_communicator(comm)
-        stages = self.resume_stages(
-            held,
-            rank=comm.rank,
-            size=comm.size,
-            host=getattr(comm, "host", None),
-            params=params,
-            names=names,
-            number=number_of(comm),
-        )
-        return drive(stages, comm)
+        return drive(self.resume_stages(held, **place_in(comm), params=params, names=names), comm)
 
     def resume_stages(
         self,

@@ -24,9 +24,9 @@ from qcomp.core.mean.stages import (
     Transport,
     announce_lengths,
     drive,
-    number_of,
     owned,
     pipeline,
+    place_in,
     require_communicator,
 )
 from qcomp.core.mean.state import (
@@ -232,11 +232,10 @@ class CompressedMean:
         TypeError
             On every rank, if the mean may be hierarchical and the communicator of any rank has no ``host``.
         """
-        require_communicator(comm)
-        host = getattr(comm, "host", None)
-        owner = Owner("mean", number_of(comm), (), 0, "init")  # the handshake compares the kinds
-        begun = drive(owned(self.init_stages(x, rank=comm.rank, size=comm.size, host=host), owner), comm)
-        return begun._replace(number=owner.number)
+        place = place_in(comm)
+        number = place.pop("number")
+        owner = Owner("mean", number, (), 0, "init")  # the handshake compares the kinds
+        return drive(owned(self.init_stages(x, **place), owner), comm)._replace(number=number)
 
     def init_stages(
         self, x: Array | Sequence[Array], *, rank: int, size: int, host: str | None = None

@@ -33,6 +33,7 @@ __all__ = [
     "other_owners",
     "owned",
     "pipeline",
+    "place_in",
     "require_communicator",
     "told",
 ]
@@ -323,6 +324,13 @@ def number_of(comm: Transport) -> "Number":
     except TypeError:  # another package's communicator need not be hashable
         return Number(0)
     return Number(next(count))
+
+
+def place_in(comm: Transport) -> dict[str, Any]:
+    """Return what stages need that start over a communicator: rank, size, host and a new number; see `number_of`."""
+    require_communicator(comm)
+    host = getattr(comm, "host", None)
+    return {"rank": comm.rank, "size": comm.size, "host": host, "number": number_of(comm)}
 
 
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":

@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.averaging import TakesAveraging
 from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.mean.stages import Stages, Transport, drive, number_of, owned, require_communicator
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, place_in, require_communicator
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
@@ -232,12 +232,7 @@ class Optimizer(TakesAveraging, ABC):
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name.
         """
-        require_communicator(comm)
-        host = getattr(comm, "host", None)
-        stages = self.init_stages(
-            params, rank=comm.rank, size=comm.size, host=host, names=names, number=number_of(comm)
-        )
-        return drive(stages, comm)
+        return drive(self.init_stages(params, **place_in(comm), names=names), comm)
 
     def init_stages(
         self,
@@ -461,19 +456,7 @@ class Optimizer(TakesAveraging, ABC):
             or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
             preserves the sum identity of `CompressedMean`.
         """
-        require_communicator(comm)
-        host = getattr(comm, "host", None)
-        stages = self.load_stages(
-            saved,
-            params,
-            rank=comm.rank,
-            size=comm.size,
-            host=host,
-            names=names,
-            strict=strict,
-            number=number_of(comm),
-        )
-        return drive(stages, comm)
+        return drive(self.load_stages(saved, params, **place_in(comm), names=names, strict=strict), comm)
 
     def load_stages(
         self,

@@ -9,7 +9,7 @@ from qcomp.core import primitives
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import handshake_stages
-from qcomp.core.mean.stages import Stages, Transport, drive, number_of, owned, require_communicator
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, place_in
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
@@ -138,12 +138,7 @@ class OuterLoop(OuterSettings):
         ValueError
             On every rank, if a group or a policy has a pattern that matches no name, or ``fragments`` does not fit.
         """
-        require_communicator(comm)
-        host = getattr(comm, "host", None)
-        stages = self.init_stages(
-            params, rank=comm.rank, size=comm.size, host=host, names=names, number=number_of(comm)
-        )
-        return drive(stages, comm)
+        return drive(self.init_stages(params, **place_in(comm), names=names), comm)
 
     def init_stages(
         self,
@@ -492,19 +487,7 @@ class OuterLoop(OuterSettings):
         ValueError, MismatchError
             As for `Optimizer.load_state_dict`.
         """
-        require_communicator(comm)
-        host = getattr(comm, "host", None)
-        stages = self.load_stages(
-            saved,
-            params,
-            rank=comm.rank,
-            size=comm.size,
-            host=host,
-            names=names,
-            strict=strict,
-            number=number_of(comm),
-        )
-        return drive(stages, comm)
+        return drive(self.load_stages(saved, params, **place_in(comm), names=names, strict=strict), comm)
 
     def load_stages(
         self,
