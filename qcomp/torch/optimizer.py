@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +17,7 @@ from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.format import read_scalars, some
 from qcomp.core.checkpoint.gathering import gather_dicts
-from qcomp.core.checkpoint.schema import NumericArray, read, shown
+from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree, gather_texts
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.numeric.arrays import to_compute_dtype
@@ -26,6 +25,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
 from qcomp.private_names.torch import ScaledStep, found_inf, grad_scale
+from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_rate
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
@@ -40,15 +40,6 @@ _PARAMETER = "parameter."
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-_OF_TORCH = {"amsgrad": False, "dampening": 0, "maximize": False, "nesterov": False}
-"""Settings of torch's optimizers that change what a step does, with the values that say what it does here."""
-_OF_OTHERS = {
-    *("capturable", "differentiable", "foreach", "fused"),  # how torch's optimizers compute
-    *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of torch's schedulers
-    *("group_name", "lr_scale", "name"),  # of Lightning's LearningRateMonitor, and of timm's schedulers
-}
-"""Keys of groups that others write and read."""
 
 
 def untraced(function: _Function) -> _Function:
@@ -122,30 +113,6 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
             self._take(optimizer.init(self._values(), self._comm, self._names))
-
-    def _require_read(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if a new group has a setting that would have no effect there."""
-        own = self.defaults.keys() | {"params", "param_names"}
-        of_all = inspect.signature(type(self)).parameters.keys() - own
-        for key, value in group.items():
-            if key in own:
-                continue
-            if key in of_all:
-                cure = "pass it to the optimizer"
-            elif key in _OF_OTHERS or (key in _OF_TORCH and value == _OF_TORCH[key]):
-                continue
-            elif key in _OF_TORCH:
-                cure = "leave it out"
-            else:
-                close = get_close_matches(str(key), self.defaults, n=1)
-                cure = (
-                    f"{f'did you mean {close[0]!r}? ' if close else ''}Known are {', '.join(self.defaults)}. Leave it "
-                    "out; or, if a scheduler of yours reads it, set it in param_groups once the optimizer is made"
-                )
-            raise ValueError(
-                f"param_groups[{len(self.param_groups)}] has {key}={shown(value)}, which {type(self).__name__} does "
-                f"not read from groups: {cure}"
-            )
 
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
@@ -271,7 +238,9 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                 "another optimizer for them"
             )
         if isinstance(param_group, dict):  # torch says what it expected otherwise
-            self._require_read(param_group)
+            of_all = inspect.signature(type(self)).parameters.keys() - self.defaults.keys()
+            name, number = type(self).__name__, len(self.param_groups)
+            require_read(param_group, number, name=name, own=self.defaults, of_all=of_all)
         before = dict(vars(self))
         super().add_param_group(param_group)
         if state is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -18,27 +18,20 @@ from qcomp.comm.base import Communicator
 from qcomp.core.mean.stages import AllGather, Stages, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.core.optimizers.starting import owner_of
-from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
-from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.parameters import plain_name, with_plain_names
-from qcomp.private_names.torch import found_inf, grad_scale, inside_compiled, runs_hooks, take_off_scale
-from qcomp.torch.buffers import buffers_of, combine_stages, own_part
+from qcomp.integrations.ddp.parameters import with_plain_names
+from qcomp.private_names.torch import inside_compiled
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
-from qcomp.torch.parameters import require_memory_of_its_own
-from qcomp.torch.positions import Positions, entries
 from qcomp.torch.products import plain_products
 from qcomp.torch.saved import of_rank, rank_of
+from qcomp.torch.trained import Trained
 
-__all__ = ["OuterLoop", "Trained"]
+__all__ = ["OuterLoop"]
 
 _STEP_FILE = torch.optim.Optimizer.register_step_pre_hook.__code__.co_filename
 """The file of torch with the function that runs the hooks of a step."""
-
-_LOOKS = 100
-"""The first inner steps after which positions are looked for, at least; the others are those that exchange."""
 
 _LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers whose steps are the inner steps of a loop."""
@@ -340,211 +333,6 @@ class _StepCalls:
             frame = frame.f_back
         held = set(map(id, stack))
         return [call for call in self._running.get(id(optimizer), []) if id(call) in held], stack
-
-
-class Trained:
-    """What an outer loop trains: the parameters of a model, its buffers, and the optimizers that make the inner steps.
-
-    Call its methods that change tensors under ``torch.no_grad()``.
-
-    Parameters
-    ----------
-    model, optimizer, buffers
-        As for `OuterLoop`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        *,
-        buffers: bool,
-    ) -> None:
-        self._given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        optimizers = [_inside(one) for one in self._given]
-        if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
-            raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
-        for number, one in enumerate(optimizers):
-            if not runs_hooks(one):
-                raise TypeError(
-                    f"optimizer {number} is a {type(one).__name__}, for whose steps torch runs no hooks, since its "
-                    "__init__ does not call that of torch.optim.Optimizer: the loop would never notice a step. Call it "
-                    "there, or give the loop the optimizer inside"
-                )
-        named = _named(model)
-        self.optimizers = optimizers
-        require_memory_of_its_own(named)
-        self.names = tuple(name for name, _ in named)
-        self._model = model if isinstance(model, torch.nn.Module) else None
-        self._shares_buffers = buffers
-        self.tensors = [p for _, p in named]
-        self.positions = Positions(optimizers)
-        self.positions.begin(self.tensors)
-        self._looked = 0
-        self._known = {id(p) for p in self.tensors}
-        self.require_all()
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers that the model has now: a module may have replaced those that it had."""
-        return [] if self._model is None else list(self._model.buffers())
-
-    def require_all(self) -> None:
-        """Raise ValueError unless the loop knows all parameters that the optimizers move, and the model has them."""
-        of_model = None if self._model is None else {id(p) for p in self._model.parameters()}
-        for name, p in zip(self.names, self.tensors, strict=True):
-            if of_model is not None and id(p) not in of_model:
-                raise ValueError(
-                    f"the model has another tensor now in place of its parameter {name!r}, as after "
-                    "load_state_dict(assign=True), so steps would not train it: make optimizer and loop again"
-                )
-        for number, optimizer in enumerate(self.optimizers):
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if p.requires_grad and id(p) not in self._known:
-                        raise ValueError(
-                            f"optimizer {number} has a parameter of shape {tuple(p.shape)} that the model did not have "
-                            "when the loop was made, or that required no gradient then; expected no others, since they "
-                            "would differ between the ranks: make the loop again"
-                        )
-        for number, (given, inner) in enumerate(zip(self._given, self.optimizers, strict=True)):
-            own = getattr(given, "state", None)
-            if given is not inner and own is not inner.state and (entry := next(entries(own), None)):
-                raise ValueError(
-                    f"optimizer {number} is a {type(given).__name__} around another optimizer, with the state "
-                    f"{'.'.join(map(str, entry[0][1:]))!r} of its own, as of slow weights: it would undo what the loop "
-                    "exchanges in the step of the one inside. Give the loop an optimizer that has all in one class"
-                )
-
-    def look(self, loop: CoreLoop, before: OptimizerState) -> None:
-        """Look at an inner step, between a state and its exchange; warn if no parameter had a gradient.
-
-        Positions are looked for before each exchange, and in the first steps: some equal their parameters only after
-        the first, or after every k-th.
-        """
-        if all(p.grad is None for p in self.tensors):
-            warn_of_no_gradient("on this rank")
-        if self._looked < max(loop.every, _LOOKS) or loop.exchanges(before):
-            self.positions.note()
-        self._looked += 1
-
-    def look_anew(self) -> None:
-        """Look for positions in the states of optimizers that were loaded, before parameters are written."""
-        self.positions.forget()
-        self.positions.note()
-        self._looked = 0
-
-    def values(self) -> list[Any]:
-        """Return the parameters of this rank, in the model's memory."""
-        return [own_part(p) for p in self.tensors]
-
-    def write(self, params: Sequence[Any]) -> None:
-        """Write what has changed into the model, and move what the optimizers' states have of it."""
-        for p, new in zip(self.tensors, params, strict=True):
-            value = own_part(p)
-            if new.data_ptr() != value.data_ptr():
-                self.positions.move(p, new)
-                value.copy_(new)
-
-    @property
-    def changing_in_forward(self) -> set[str]:
-        """The names of the parameters that forward passes change: of embeddings that renormalise their rows."""
-        layers = [] if self._model is None else self._model.modules()
-        changed = {id(layer.weight) for layer in layers if getattr(layer, "max_norm", None) is not None}
-        return {name for name, p in zip(self.names, self.tensors, strict=True) if id(p) in changed}
-
-    def average_stages(
-        self, loop: CoreLoop, state: OptimizerState, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Stages[None]:
-        """Replace the gradients that optimizers use by their means, in the warm-up.
-
-        A parameter that no rank uses keeps none. A GradScaler leaves unscaling and skipping to the step of an optimizer
-        with ``fused=True``. So the scale is taken off here, and a step that overflows on any rank is skipped on all.
-        """
-        scales = {id(p): _scale(one) for one in optimizers for g in one.param_groups for p in g["params"]}
-        members = tuple(number for number, p in enumerate(self.tensors) if id(p) in scales)
-        if not members:
-            return
-        tensors = [self.tensors[number] for number in members]
-        values, used = [own_part(p) for p in tensors], [p.grad is not None for p in tensors]
-        overflows = any(map(_overflows, optimizers))
-        *anywhere, is_skipped = yield from used_anywhere([*used, overflows], state, values[0])
-        if is_skipped:
-            for one in optimizers:
-                _skip(one)
-            return
-        grads = []
-        for p, value, is_used in zip(tensors, values, used, strict=True):
-            # A gradient may have another dtype than its parameter, and none has none.
-            grad = _unscaled(own_part(p.grad), scales[id(p)]) if is_used else torch.zeros_like(value)
-            grads.append(grad.to(torch.promote_types(value.dtype, torch.float32)))
-        means = yield from loop.average_stages(grads, take(state, members, loop.compression))
-        for p, mean, is_used in zip(tensors, means, anywhere, strict=True):
-            if is_used:
-                own = getattr(p, "grad_dtype", p.dtype)
-                if p.grad is None or own is None:  # None allows all, so ranks may have different ones
-                    p.grad = torch.zeros_like(p, dtype=own or mean.dtype)
-                own_part(p.grad).copy_(mean)
-        for one in optimizers:
-            take_off_scale(one)  # else the step would do it once more
-
-    def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
-        """Make the buffers the same on all ranks, if the step between two states has applied the last fragment."""
-        last = f"rounds.{loop.fragments - 1}"
-        if self._model is None or not self._shares_buffers or after.numbers[last] == before.numbers[last]:
-            return
-        values = self.values()
-        yield from combine_stages(buffers_of(self._model, values), before, values[0])
-
-
-def _scale(optimizer: Any) -> float:
-    """Return the scale of the gradients that a GradScaler has left to the step of an optimizer; 1 without one."""
-    scale = grad_scale(optimizer)
-    return 1.0 if scale is None else float(scale)
-
-
-def _unscaled(grad: Any, scale: float) -> Any:
-    """Return a gradient without its scale, in the same memory if there is none."""
-    return grad if scale == 1 else grad / scale
-
-
-def _overflows(optimizer: Any) -> bool:
-    """Return whether a GradScaler has found an infinite gradient, and left it to the optimizer to skip the step."""
-    found = found_inf(optimizer)
-    return found is not None and bool(found)
-
-
-def _skip(optimizer: Any) -> None:
-    """Let an optimizer under a GradScaler skip its step, as if this rank's own gradients had overflowed."""
-    found = found_inf(optimizer)
-    if found is not None:
-        found.fill_(1.0)
-    for group in optimizer.param_groups:  # optimizers of qcomp look at the gradients
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.fill_(torch.nan)
-
-
-def _inside(optimizer: Any) -> Any:
-    """Return the torch optimizer inside a framework's wrapper, as of Accelerate or Lightning."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-def _named(model: Any) -> list[tuple[str, Any]]:
-    """Return the parameters that are trained, each once, under its first name."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    given: Iterable[Any] = model.named_parameters() if isinstance(model, torch.nn.Module) else model
-    numbered = enumerate(given)
-    pairs = [entry if isinstance(entry, tuple) else (str(number), entry) for number, entry in numbered]
-    found: dict[int, tuple[str, Any]] = {}
-    for name, p in pairs:
-        if p.requires_grad:
-            found.setdefault(id(p), (plain_name(name), p))
-    if not found:
-        raise ValueError("model has no parameter that requires a gradient; expected at least one")
-    return list(found.values())
 
 
 def _mean_loss_stages(loss: Any, state: OptimizerState, like: Any) -> Stages[Any]:

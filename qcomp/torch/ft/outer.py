@@ -20,8 +20,8 @@ from qcomp.core.outer.settings import WARMUP
 from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.ft.replica import Replica
-from qcomp.torch.outer import Trained
 from qcomp.torch.positions import Place
+from qcomp.torch.trained import Trained
 
 __all__ = ["ElasticOuterLoop"]
 
