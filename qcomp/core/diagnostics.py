@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.format import some
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive, owned
+from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive, owned, through
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.agreement import digests, shared_by_ranks
@@ -300,17 +300,17 @@ def _watched(optimizer: Optimizer, notes: Notes) -> Optimizer:
 
 def counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
     """Run stages and return their result, and the number of bytes sent to other ranks."""
-    sent, arrived = 0, None
-    while True:
-        try:
-            request: Exchange = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            return stop.value, sent
+    sent = 0
+
+    def ask(request: Exchange) -> Stages[Sequence[Array]]:
+        nonlocal sent
         if isinstance(request, AllToAll):
             sent += sum(int(m.shape[0]) for peer, m in enumerate(request.send) if peer != rank)
         else:
             sent += int(request.send.shape[0]) * (len(request.receive) - 1)
-        arrived = yield request
+        return (yield request)
+
+    return (yield from through(stages, ask)), sent
 
 
 def _compare(

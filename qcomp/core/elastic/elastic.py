@@ -13,7 +13,7 @@ from qcomp.core.checkpoint.manifest import kind_of
 from qcomp.core.elastic.meeting import Meeting, Report, Seat, meet
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.stages import AllToAll, Stages, Transport, drive, place_in
+from qcomp.core.mean.stages import AllToAll, Exchange, Stages, Transport, drive, place_in, through
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -516,11 +516,11 @@ def _facts_of(held: ElasticState | None) -> Any:
 
 def _noted(stages: Stages[Any]) -> Stages[tuple[Any, bool]]:
     """Run stages; return their result, and whether they exchanged anything."""
-    arrived, exchanged = None, False
-    while True:
-        try:
-            request = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            return stop.value, exchanged
+    exchanged = False
+
+    def ask(request: Exchange) -> Stages[Sequence[Array]]:
+        nonlocal exchanged
         exchanged = True
-        arrived = yield request
+        return (yield request)
+
+    return (yield from through(stages, ask)), exchanged

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import struct
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 from weakref import WeakKeyDictionary
@@ -35,6 +35,7 @@ __all__ = [
     "pipeline",
     "place_in",
     "require_communicator",
+    "through",
     "told",
 ]
 
@@ -305,8 +306,10 @@ def as_mismatch(error: CommunicatorError) -> CommunicatorError:
     return MismatchError(text) if _DIFFERENT in text and not isinstance(error, MismatchError) else error
 
 
-def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
-    """Run a computation in stages whose exchanges have an owner; those that already have one keep it."""
+def through(
+    stages: "Stages[Result]", ask: "Callable[[Exchange], Stages[Sequence[Array]]]"
+) -> "Stages[Result]":
+    """Run a computation in stages; ``ask`` makes each of its exchanges, perhaps changed, or with others beside it."""
     arrived: Sequence[Array] | None = None
     while True:
         try:
@@ -314,7 +317,16 @@ def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
         except StopIteration as stop:
             result: Result = stop.value
             return result
-        arrived = yield request if request.owner else request._replace(owner=owner)
+        arrived = yield from ask(request)
+
+
+def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
+    """Run a computation in stages whose exchanges have an owner; those that already have one keep it."""
+
+    def ask(request: Exchange) -> Stages[Sequence[Array]]:
+        return (yield request if request.owner else request._replace(owner=owner))
+
+    return through(stages, ask)
 
 
 def number_of(comm: Transport) -> "Number":
@@ -436,13 +448,8 @@ def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
     Sends 16 bytes per rank to every other rank, in a separate stage. Every rank learns the lengths of all messages, not
     only of its own, because all ranks must decide alike.
     """
-    arrived: Sequence[Array] | None = None
-    while True:
-        try:
-            request = next(stages) if arrived is None else stages.send(arrived)
-        except StopIteration as stop:
-            result: Result = stop.value
-            return result
+
+    def ask(request: Exchange) -> Stages[Sequence[Array]]:
         ranks = range(len(request.receive))
         send = request.send if isinstance(request, AllToAll) else (request.send,) * len(ranks)
         numbers = *(buffer.shape[0] for buffer in send), *request.receive
@@ -458,4 +465,6 @@ def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
                     raise PayloadError(
                         f"rank {source} has a message of {length} bytes for rank {target}; expected at most {most}"
                     )
-        arrived = yield request._replace(receive=tuple(told[source][rank] for source in ranks))
+        return (yield request._replace(receive=tuple(told[source][rank] for source in ranks)))
+
+    return through(stages, ask)
