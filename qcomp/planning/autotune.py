@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from qcomp.core.handshake import handshake
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, shaped_like
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.owed import owed, require_residuals
 from qcomp.core.mean.stages import Transport
-from qcomp.core.numeric.arrays import Array, array_namespace, as_list, flat, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, as_list, flat, shaped_like, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.settings import plain_numbers
 from qcomp.planning.network import Clock, agreed

@@ -1,5 +1,6 @@
 """Chunks to messages and back: compressed with feedback, averaged over ranks, decoded."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Codec", "Compressed", "Verdicts", "refused_by"]
+__all__ = ["Codec", "Compressed", "Verdicts", "refused_by", "unless_refused"]
 
 _FINE, _NON_FINITE = 0, 1
 
@@ -387,3 +388,12 @@ def _encode_chunk(
 
 def _part(places: Sequence[Array] | None, segment: Segment) -> Array | None:
     return None if places is None else places[segment.tensor][segment.start : segment.stop]
+
+
+def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
+    """Return means as they are, or NaN if a verdict that a compiler traces refuses: nothing can be raised there."""
+    if not verdicts:
+        return means
+    xp = array_namespace(verdicts[0])
+    refused = xp.max(concat(list(verdicts))) > 0
+    return [xp.where(refused, xp.asarray(math.nan, dtype=mean.dtype), mean) for mean in means]

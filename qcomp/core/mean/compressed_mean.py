@@ -14,6 +14,7 @@ from qcomp.core.handshake import handshake_stages
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.alone import alone
 from qcomp.core.mean.chunks import Cutter, cut
+from qcomp.core.mean.codec import unless_refused
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
@@ -41,7 +42,6 @@ from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
 from qcomp.core.mean.topologies.registry import AUTO, require_name, topology
 from qcomp.core.numeric.arrays import (
     Array,
-    array_namespace,
     as_list,
     compute_dtype_name,
     concat,
@@ -49,6 +49,7 @@ from qcomp.core.numeric.arrays import (
     detached,
     dtype_name,
     flat,
+    shaped_like,
     to_compute_dtype,
 )
 from qcomp.core.numeric.random import Key
@@ -61,8 +62,6 @@ __all__ = [
     "Terms",
     "of_one_tensor",
     "require_divisor",
-    "shaped_like",
-    "unless_refused",
 ]
 
 
@@ -582,22 +581,3 @@ def of_one_tensor(computation: Computation) -> Computation:
         return mean, state
 
     return computation._replace(finish=finish)
-
-
-def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
-    """Return means as they are, or NaN if a verdict that a compiler traces refuses: nothing can be raised there."""
-    if not verdicts:
-        return means
-    xp = array_namespace(verdicts[0])
-    refused = xp.max(concat(list(verdicts))) > 0
-    return [xp.where(refused, xp.asarray(math.nan, dtype=mean.dtype), mean) for mean in means]
-
-
-def shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
-    """Return flat vectors in the shapes and dtypes of tensors."""
-    return [
-        x
-        if x.shape == t.shape and x.dtype == t.dtype
-        else array_namespace(t).astype(array_namespace(t).reshape(x, t.shape), t.dtype, copy=False)
-        for t, x in zip(tensors, vectors, strict=True)
-    ]

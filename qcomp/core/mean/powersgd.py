@@ -12,14 +12,12 @@ from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
-from qcomp.core.mean.codec import Verdicts
+from qcomp.core.mean.codec import Verdicts, unless_refused
 from qcomp.core.mean.compressed_mean import (
     Computation,
     MeanState,
     Terms,
     of_one_tensor,
-    shaped_like,
-    unless_refused,
 )
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.factors import (
@@ -49,6 +47,7 @@ from qcomp.core.numeric.arrays import (
     flat,
     is_mutable,
     matmul,
+    shaped_like,
     to_compute_dtype,
 )
 from qcomp.core.numeric.low_rank import (

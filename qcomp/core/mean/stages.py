@@ -222,15 +222,16 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 
 def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
     """Return what arrives in an exchange over a communicator, whose owner all ranks compare."""
-    require_communicator(comm)
     if request.later and hasattr(comm, "start"):
         return begun(request, comm)
-    sent = request if _compares(request, comm) else _with_digests(request)
     arrived: Sequence[Array]
-    run = getattr(comm, "run", None) if getattr(comm, "compares_owners", False) else None
-    if run is not None:
-        arrived = run(sent)
-    elif isinstance(sent, AllToAll):
+    compares = getattr(comm, "compares_owners", False)
+    if compares and (run := getattr(comm, "run", None)) is not None:
+        arrived = run(request)
+        return arrived
+    require_communicator(comm)
+    sent = request if compares or request.owner is None else _with_digests(request)
+    if isinstance(sent, AllToAll):
         arrived = comm.all_to_all(sent.send, sent.receive)
     else:
         arrived = comm.all_gather(sent.send, sent.receive)

@@ -56,6 +56,7 @@ __all__ = [
     "require_below",
     "require_dense",
     "require_like",
+    "shaped_like",
     "sqrt",
     "to_compute_dtype",
     "truncate_last_bit",
@@ -462,6 +463,16 @@ def is_on_host(x: Array) -> bool:
 def flat(x: Array) -> Array:
     """Return x as a vector, without a copy where its memory allows it."""
     return x if x.ndim == 1 else array_namespace(x).reshape(x, (-1,))
+
+
+def shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Array]:
+    """Return flat vectors in the shapes and dtypes of tensors."""
+    return [
+        x
+        if x.shape == t.shape and x.dtype == t.dtype
+        else array_namespace(t).astype(array_namespace(t).reshape(x, t.shape), t.dtype, copy=False)
+        for t, x in zip(tensors, vectors, strict=True)
+    ]
 
 
 def require_like(out: Array, value: Array, *, argument: str = "out") -> None:

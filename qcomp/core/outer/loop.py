@@ -7,13 +7,12 @@ from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
-from qcomp.core.errors import MismatchError, NonFiniteError
-from qcomp.core.handshake import handshake_stages
+from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned, place_in
 from qcomp.core.mean.topologies.registry import AUTO
-from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.numeric.random import Key
-from qcomp.core.optimizers.agreement import compare_gradients, digests, explain_values
+from qcomp.core.optimizers.agreement import compare_gradients
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.makers import maker
@@ -22,7 +21,7 @@ from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, res
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, copy
 from qcomp.core.outer.fragments import LOCAL, due, stage_of, under_way
 from qcomp.core.outer.parts import put, take
-from qcomp.core.outer.same_step import beside, same_step
+from qcomp.core.outer.requirements import beside, fitting, require_equal, same_step
 from qcomp.core.outer.settings import ANCHOR, OWN, SENT, WARMUP, OuterSettings, nothing_like, rounds_key
 from qcomp.core.state import OptimizerState
 
@@ -297,11 +296,13 @@ class OuterLoop(OuterSettings):
         shares: bool,
         compares: bool,
     ) -> Stages[tuple[Any, OptimizerState]]:
-        tensors = self._fitting(params, state)
+        tensors = fitting(params, state)
         after = state._replace(step=state.step + 1)
         if state.stage == WARMUP:
             if after.step >= self.warmup:
-                after = yield from self._begin_rounds(tensors, after)
+                yield from require_equal(tensors, after, self.warmup)
+                anchor = tuple(copy(to_compute_dtype(p)) for p in tensors)
+                after = after._replace(stage=LOCAL, arrays={**after.arrays, ANCHOR: anchor})
             return as_given(tensors, params), after
         for fragment in self.landing(state):
             means = landed[fragment] if fragment in landed else (yield from self.exchange(after, fragment))
@@ -336,7 +337,7 @@ class OuterLoop(OuterSettings):
         array or list of arrays
             New arrays. In the warm-up, ``params`` themselves are the shared parameters.
         """
-        tensors = self._fitting(params, state)
+        tensors = fitting(params, state)
         shared = tensors if state.stage == WARMUP else state.arrays[ANCHOR]
         return as_given([_in_dtype_of(p, x) for p, x in zip(tensors, shared, strict=True)], params)
 
@@ -526,7 +527,7 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             The state of the last step.
         """
-        local = tuple(copy(to_compute_dtype(p)) for p in self._fitting(params, state))
+        local = tuple(copy(to_compute_dtype(p)) for p in fitting(params, state))
         return state._replace(arrays={**state.arrays, OWN: local})
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
@@ -542,43 +543,6 @@ class OuterLoop(OuterSettings):
         arrays = dict(whole.arrays)
         pairs = zip(as_tensors(like, "like"), arrays.pop(OWN), strict=True)
         return as_given([_in_dtype_of(p, x) for p, x in pairs], like), whole._replace(arrays=arrays)
-
-    def _fitting(self, params: Any, state: OptimizerState) -> list[Array]:
-        """Return parameters as a list; raise unless they fit the shapes and dtypes of the state."""
-        tensors, anchor = as_tensors(params, "params"), state.arrays[ANCHOR]
-        if len(tensors) != len(anchor):
-            raise ValueError(f"params has {len(tensors)} arrays; state is of {len(anchor)}")
-        for index, (p, x) in enumerate(zip(tensors, anchor, strict=True)):
-            if tuple(p.shape) != tuple(x.shape):
-                raise ValueError(
-                    f"params[{index}], the parameter {state.names[index]!r}, has shape {tuple(p.shape)}; expected "
-                    f"{tuple(x.shape)}"
-                )
-            if compute_dtype_name(dtype_name(p.dtype)) != dtype_name(x.dtype):
-                raise TypeError(
-                    f"params[{index}], the parameter {state.names[index]!r}, has dtype {dtype_name(p.dtype)}; expected "
-                    f"one that is computed in {dtype_name(x.dtype)}, as when the loop began"
-                )
-        return list(tensors)
-
-    def _begin_rounds(self, tensors: Sequence[Array], state: OptimizerState) -> Stages[OptimizerState]:
-        """Return the state at the start of the first outer round, from parameters that are equal on all ranks."""
-        try:
-            yield from handshake_stages(
-                {"values": digests(state.names, tensors)},
-                size=state.size,
-                like=tensors[0],
-                explain={"values": explain_values},
-            )
-        except MismatchError as error:
-            raise MismatchError(
-                f"the warm-up of {self.warmup} steps ends with different parameters on the ranks: inner steps must use "
-                "the gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop "
-                "do, and nothing else may change parameters, such as another optimizer or a forward pass that "
-                f"renormalises; {error}"
-            ) from error
-        anchor = tuple(copy(to_compute_dtype(p)) for p in tensors)
-        return state._replace(stage=LOCAL, arrays={**state.arrays, ANCHOR: anchor})
 
     def _departing(self, state: OptimizerState) -> int | None:
         """Return the fragment that is sent after the last step of a state, or None."""

@@ -1,19 +1,60 @@
-"""The check that all ranks exchange after the same inner step."""
+"""What an outer loop requires: parameters that fit, alike on all ranks after a warm-up, and exchanges of one step."""
 
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qcomp.core.errors import MismatchError
+from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.stages import AllGather, Stages
-from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
+from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, from_host_bytes, host_bytes
+from qcomp.core.optimizers.agreement import digests, explain_values
+from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.outer.settings import ANCHOR
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["beside", "same_step"]
+__all__ = ["beside", "fitting", "require_equal", "same_step"]
 
 Result = TypeVar("Result")
+
+
+def fitting(params: Any, state: OptimizerState) -> list[Array]:
+    """Return parameters as a list; raise unless they fit the shapes and dtypes of the state."""
+    tensors, anchor = as_tensors(params, "params"), state.arrays[ANCHOR]
+    if len(tensors) != len(anchor):
+        raise ValueError(f"params has {len(tensors)} arrays; state is of {len(anchor)}")
+    for index, (p, x) in enumerate(zip(tensors, anchor, strict=True)):
+        if tuple(p.shape) != tuple(x.shape):
+            raise ValueError(
+                f"params[{index}], the parameter {state.names[index]!r}, has shape {tuple(p.shape)}; expected "
+                f"{tuple(x.shape)}"
+            )
+        if compute_dtype_name(dtype_name(p.dtype)) != dtype_name(x.dtype):
+            raise TypeError(
+                f"params[{index}], the parameter {state.names[index]!r}, has dtype {dtype_name(p.dtype)}; expected "
+                f"one that is computed in {dtype_name(x.dtype)}, as when the loop began"
+            )
+    return list(tensors)
+
+
+def require_equal(tensors: Sequence[Array], state: OptimizerState, warmup: int) -> Stages[None]:
+    """Raise MismatchError on every rank unless the warm-up has left equal parameters on all ranks."""
+    try:
+        yield from handshake_stages(
+            {"values": digests(state.names, tensors)},
+            size=state.size,
+            like=tensors[0],
+            explain={"values": explain_values},
+        )
+    except MismatchError as error:
+        raise MismatchError(
+            f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use "
+            "the gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop "
+            "do, and nothing else may change parameters, such as another optimizer or a forward pass that "
+            f"renormalises; {error}"
+        ) from error
 
 
 def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
