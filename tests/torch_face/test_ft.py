@@ -64,7 +64,7 @@ def strike():
     job.set("struck", b"")
     os.kill(os.getpid(), getattr(signal, SIGNAL))
 
-begin, left = qcomp.comm.TorchCommunicator._begin, [0]
+begin, left, met_at = qcomp.comm.TorchCommunicator._begin, [0], {}
 
 def counted(self, *args, **kwargs):
     pending = begin(self, *args, **kwargs)
@@ -74,8 +74,10 @@ def counted(self, *args, **kwargs):
     return pending
 
 def is_struck():
-    # Strike this replica if it is its turn: now, or in one of the next exchanges.
-    if me == 1 and group.comm.size == 3 and optimizer.state.step >= 7 and not job.check(["struck"]):
+    # Strike this replica once three have taken a few steps together: now, or in one of the next exchanges.
+    step = optimizer.state.step
+    together = step - met_at.setdefault(group.quorum, step)
+    if me == 1 and group.comm.size == 3 and step >= 7 and together >= 3 and not job.check(["struck"]):
         if IN_EXCHANGE is None:
             strike()
         else:
