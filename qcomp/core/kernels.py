@@ -171,7 +171,7 @@ class KernelSet(Protocol):
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return the decompressed payload, with the shape and dtype of ``like``.
+        """Return the decompressed payload, with the shape and dtype of ``like``, in which the payload was computed.
 
         The result goes into ``out`` if that is given; with ``accumulate``, it is added to the values there. Arrays of
         an immutable library are not written to: the result is then a new array.

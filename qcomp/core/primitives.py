@@ -230,17 +230,17 @@ def decode(
     if coder is not None:
         return decode(coder.plain, _restored(coder, payload), like, out=out, accumulate=accumulate)
     xp = array_namespace(like)
+    name = compute_dtype_name(dtype_name(like.dtype), argument="like")
+    compute = getattr(xp, name)
     kernels = chosen(like)
-    if kernels is not None:
+    if kernels is not None and payload.dtype == name:  # the layout may depend on it, and kernels see only bytes
         decoded = kernels.decode(compressor, payload.data, like, out=out, accumulate=accumulate)
         if decoded is not None:
             return decoded
-        wide = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
-        if wide != like.dtype:
-            values = decode(compressor, payload, xp.empty_like(like, dtype=wide))
+        if compute != like.dtype:
+            values = decode(compressor, payload, xp.empty_like(like, dtype=compute))
             return _deliver(xp.astype(values, like.dtype), out, accumulate=accumulate)
     parts = compressor.payload_spec(payload.size, payload.dtype).split(payload.data)
-    compute = getattr(xp, compute_dtype_name(dtype_name(like.dtype), argument="like"))
     flat = compressor.decode(parts, payload.size, compute)
     result = xp.astype(xp.reshape(flat, like.shape), like.dtype, copy=False)
     return _deliver(result, out, accumulate=accumulate)

@@ -217,6 +217,7 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
     for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17):
         _compare_means(kernels, xp, compressor, count)
     _check_repeated(kernels, xp, compressor)
+    _compare_payload_of_float64(kernels, xp, compressor)
 
     @settings(
         max_examples=max_examples,
@@ -431,6 +432,20 @@ def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -
     assert after == before, "a call wrote to the result of an earlier one"
     assert again == before, "the same call had two results"
     assert refilled, "a payload whose buffer has been filled again has the old decompressed values"
+
+
+def _compare_payload_of_float64(kernels: KernelSet, xp: Namespace, compressor: Compressor) -> None:
+    """Compare what a payload of float64, whose layout may be another one, decompresses to in float32."""
+    if not has_dtype(xp, "float64"):
+        return
+    x = vector("gaussian", 2 * compressor.traits.bucket_size + 5, 64)
+    wide, like = (to_library(xp, x.astype(dtype)) for dtype in ("float64", "float32"))
+    with use_kernels(None):
+        payload = compressor.compress(wide, key=Key(seed=1))
+        expected = to_numpy(compressor.decompress(payload, like=like)).tobytes()
+    with use_kernels(kernels):
+        found = to_numpy(compressor.decompress(payload, like=like)).tobytes()
+    assert found == expected, "a payload of float64, decompressed in float32"
 
 
 def _several(compressor: Compressor, x: Any, residual: Any) -> list[Any]:
