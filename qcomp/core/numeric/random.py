@@ -11,7 +11,7 @@ from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from array_api_compat import is_array_api_obj
+from array_api_compat import is_array_api_obj, is_jax_array
 
 from qcomp.core.numeric.arrays import Array, array_namespace, device, is_traced, loop
 from qcomp.core.numeric.buckets import Block
@@ -144,14 +144,15 @@ class _IntWords:
 
 
 class _ArrayWords:
-    """Arithmetic on 32-bit words that are int32 arrays, which wrap around, in 16-bit limbs.
+    """Arithmetic on 32-bit words that are int32 arrays, which wrap around.
 
     int32 is the only integer dtype that adds, multiplies and shifts the same in every library: torch lacks arithmetic
-    on uint32, and JAX without 64-bit mode has no int64.
+    on uint32, and JAX without 64-bit mode has no int64. There a product is computed from 16-bit limbs.
     """
 
     def __init__(self, like: Array) -> None:
         self.xp = array_namespace(like)
+        self.has_int64 = not is_jax_array(like)
         self.device = device(like)
         self._made: dict[int, Array] = {}  # making an array costs more than the arithmetic on a short vector
 
@@ -175,6 +176,9 @@ class _ArrayWords:
 
     def multiply(self, constant: int, x: Any) -> tuple[Array, Array]:
         x = self.word(x)
+        if self.has_int64:
+            product = (self.xp.astype(x, self.xp.int64) & _MASK32) * constant  # may wrap around, which loses no bit
+            return self.xp.astype(product >> 32, self.xp.int32), x * self.word(constant)
         x_low = self.xp.bitwise_and(x, self.word(0xFFFF))
         x_high = self.high_half(x)
         c_low, c_high = self.word(constant & 0xFFFF), self.word(constant >> 16)
