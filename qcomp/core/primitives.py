@@ -233,7 +233,8 @@ def decode(
     name = compute_dtype_name(dtype_name(like.dtype), argument="like")
     compute = getattr(xp, name)
     kernels = chosen(like)
-    if kernels is not None and payload.dtype == name:  # the layout may depend on it, and kernels see only bytes
+    # The layout of a payload may depend on its dtype, and kernels see only bytes.
+    if kernels is not None and payload.dtype == name:
         decoded = kernels.decode(compressor, payload.data, like, out=out, accumulate=accumulate)
         if decoded is not None:
             return decoded

@@ -111,8 +111,8 @@ class TestPhilox:
             {word} for word in expected
         ]
 
-    def test_constants_become_arrays_once(self, monkeypatch):
-        """For a short vector, making them anew in every round would take longer than the arithmetic."""
+    def test_constants_do_not_become_arrays(self, monkeypatch):
+        """For a short vector, making them would take longer than the arithmetic."""
         made = []
         as_array = array_api_compat.numpy.asarray
         monkeypatch.setattr(
@@ -120,7 +120,7 @@ class TestPhilox:
         )
         x = np.zeros(8, dtype=np.int32)
         philox4x32((x, 0, 0, 0), (1, 2), like=x)
-        assert 0 < len(made) < 40
+        assert not made
 
     @staticmethod
     def flips() -> Iterator[list[int]]:

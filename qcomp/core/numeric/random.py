@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from numbers import Integral
+from operator import add, mul, or_, xor
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from array_api_compat import is_array_api_obj, is_jax_array
@@ -129,77 +130,77 @@ class Key(_KeyParts):
         _make = _checked  # so that `_replace`, which calls it, checks too; type checkers have their own rules for both
 
 
-class _IntWords:
-    """Arithmetic on 32-bit words that are Python integers."""
-
-    def xor(self, a: int, b: int, c: int) -> int:
-        return a ^ b ^ c
-
-    def multiply(self, constant: int, x: int) -> tuple[int, int]:
-        product = constant * x
-        return product >> 32, product & _MASK32
-
-    def bump(self, key: int, constant: int, times: int) -> int:
-        return (key + constant * times) & _MASK32
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
 
 
-class _ArrayWords:
-    """Arithmetic on 32-bit words that are int32 arrays, which wrap around.
+class _Words:
+    """Arithmetic on 32-bit words that are Python integers, or int32 arrays, which wrap around.
 
     int32 is the only integer dtype that adds, multiplies and shifts the same in every library: torch lacks arithmetic
     on uint32, and JAX without 64-bit mode has no int64. There a product is computed from 16-bit limbs.
     """
 
-    def __init__(self, like: Array) -> None:
-        self.xp = array_namespace(like)
+    def __init__(self, like: Array | None) -> None:
+        self.xp = None if like is None else array_namespace(like)
         self.has_int64 = not is_jax_array(like)
-        self.device = device(like)
-        self._made: dict[int, Array] = {}  # making an array costs more than the arithmetic on a short vector
 
-    def word(self, value: Any) -> Array:
-        """Return a Python integer as an int32 array with the same 32 bits; return arrays unchanged."""
-        if not isinstance(value, int):
-            return value if value.dtype == self.xp.int32 else self.xp.astype(value, self.xp.int32)
-        value &= _MASK32
-        if value not in self._made:
-            signed = value - (1 << 32) if value >> 31 else value
-            # Shape (1,) instead of (): NumPy warns of overflow in scalars, and here it is intended.
-            self._made[value] = self.xp.asarray([signed], dtype=self.xp.int32, device=self.device)
-        return self._made[value]
+    def word(self, value: Any) -> Any:
+        """Return an integer below 2^32, or an int32 array with an axis: NumPy warns of overflow in scalars."""
+        if isinstance(value, Integral):
+            return int(value) & _MASK32
+        assert self.xp is not None
+        array = self.xp.astype(value, self.xp.int32, copy=False)
+        return array if array.ndim else self.xp.reshape(array, (1,))
 
-    def xor(self, a: Any, b: Any, c: Any) -> Array:
-        return self.xp.bitwise_xor(self.xp.bitwise_xor(self.word(a), self.word(b)), self.word(c))
+    def both(self, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """Return a sum, product or exclusive or of two words."""
+        if isinstance(a, int):
+            if isinstance(b, int):
+                return operation(a, b) & _MASK32
+            a, b = b, a
+        return operation(a, _signed(b) if isinstance(b, int) else b)
 
     def high_half(self, x: Array) -> Array:
         """Return the upper 16 bits; the mask undoes the sign extension of the arithmetic shift."""
-        return self.xp.bitwise_and(self.xp.bitwise_right_shift(x, self.word(16)), self.word(0xFFFF))
+        return x >> 16 & 0xFFFF
 
-    def multiply(self, constant: int, x: Any) -> tuple[Array, Array]:
-        x = self.word(x)
+    def multiply(self, constant: int, x: Any) -> tuple[Any, Any]:
+        """Return the high and the low word of a product."""
+        if isinstance(x, int):
+            return constant * x >> 32, constant * x & _MASK32
+        assert self.xp is not None
         if self.has_int64:
-            product = (self.xp.astype(x, self.xp.int64) & _MASK32) * constant  # may wrap around, which loses no bit
-            return self.xp.astype(product >> 32, self.xp.int32), x * self.word(constant)
-        x_low = self.xp.bitwise_and(x, self.word(0xFFFF))
-        x_high = self.high_half(x)
-        c_low, c_high = self.word(constant & 0xFFFF), self.word(constant >> 16)
-        low = x_low * c_low
-        middle = x_high * c_low + self.high_half(low)
-        other = x_low * c_high + self.xp.bitwise_and(middle, self.word(0xFFFF))
-        high = x_high * c_high + self.high_half(middle) + self.high_half(other)
-        return high, x * self.word(constant)
+            # It may wrap around, which loses no bit.
+            product = (self.xp.astype(x, self.xp.int64) & _MASK32) * constant
+            high = self.xp.astype(product >> 32, self.xp.int32)
+        else:
+            x_low, x_high, c_low, c_high = x & 0xFFFF, self.high_half(x), constant & 0xFFFF, constant >> 16
+            low = x_low * c_low
+            middle = x_high * c_low + self.high_half(low)
+            other = x_low * c_high + (middle & 0xFFFF)
+            high = x_high * c_high + self.high_half(middle) + self.high_half(other)
+        return high, x * _signed(constant)
 
-    def bump(self, key: Any, constant: int, times: Any) -> Any:
-        if isinstance(key, int) and isinstance(times, int):
-            return (key + constant * times) & _MASK32
-        return self.word(key) + self.word(constant) * self.word(times)
+    def turn(self, number: Any, counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> Any:
+        """Return the counter after one round of Philox."""
+        c0, c1, c2, c3 = counter
+        k0, k1 = (
+            self.both(add, word, self.both(mul, number, constant))
+            for word, constant in zip(key, (_W0, _W1), strict=True)
+        )
+        high0, low0 = self.multiply(_M0, c0)
+        high1, low1 = self.multiply(_M1, c2)
+        first, third = self.both(xor, high1, c1), self.both(xor, high0, c3)
+        return self.both(xor, first, k0), low1, self.both(xor, third, k1), low0
 
     def alike(self, counter: tuple[Any, ...], key: tuple[Any, ...]) -> tuple[Array, ...]:
         """Return the words of a counter with the shape that they have after the rounds; a loop changes no shape."""
-        nothing = self.word(0)
+        nothing: Any = 0
         for word in (*counter, *key):
             # A sum also has the axes of a mesh over which any of the words varies.
-            nothing = nothing + self.xp.bitwise_and(self.word(word), self.word(0))
-        return tuple(self.xp.bitwise_or(self.word(word), nothing) for word in counter)
+            nothing = self.both(add, nothing, word & 0)
+        return tuple(self.both(or_, nothing, word) for word in counter)
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like: Array | None = None) -> Any:
@@ -208,26 +209,14 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like
     Without ``like`` all words are Python integers. With it they are int32 arrays (or integers) that
     broadcast against each other, in the library of ``like``.
     """
-    words: Any = _IntWords() if like is None else _ArrayWords(like)
-    if like is not None and any(map(is_traced, (*counter, *key))):
-
-        def turn(number: Any, counter: tuple[Any, Any, Any, Any]) -> Any:
-            # New words, because arrays made inside a loop do not exist outside it.
-            return _round(number, counter, key, _ArrayWords(like))
-
-        return loop(_ROUNDS, turn, words.alike(counter, key))
+    words = _Words(like)
+    start: Any = tuple(map(words.word, counter))
+    by: Any = tuple(map(words.word, key))
+    if like is not None and any(map(is_traced, (*start, *by))):
+        return loop(_ROUNDS, lambda number, now: words.turn(number, now, by), words.alike(start, by))
     for number in range(_ROUNDS):
-        counter = _round(number, counter, key, words)
-    return counter
-
-
-def _round(number: Any, counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], words: Any) -> Any:
-    """Return the counter after one round of Philox."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = words.bump(key[0], _W0, number), words.bump(key[1], _W1, number)
-    high0, low0 = words.multiply(_M0, c0)
-    high1, low1 = words.multiply(_M1, c2)
-    return words.xor(high1, c1, k0), low1, words.xor(high0, c3, k1), low0
+        start = words.turn(number, start, by)
+    return start
 
 
 def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
@@ -300,9 +289,10 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
 
 def stream_of(key: Key, *, like: Array) -> Array:
     """Return the numbers that determine all draws of a key, int32 of shape (4,): two folded words, hop and bucket."""
-    words, xp = _ArrayWords(like), array_namespace(like)
-    parts = (*fold_key(key, like=like), key.hop, key.bucket)
-    return xp.concat([xp.reshape(words.word(part), (1,)) for part in parts])
+    words, xp = _Words(like), array_namespace(like)
+    parts = [words.word(part) for part in (*fold_key(key, like=like), key.hop, key.bucket)]
+    nothing = xp.zeros((1,), dtype=xp.int32, device=device(like))
+    return xp.concat([words.both(add, nothing, part) for part in parts])
 
 
 def draws16_again(stream: Array, block: Block, *, bucket_size: int, like: Array) -> Array:
@@ -332,12 +322,11 @@ def _draws(
     width = block.length // 8
     lanes = xp.reshape(xp.arange(width, dtype=xp.int32, device=device(like)), (1, width))
     rows = xp.reshape(xp.arange(block.rows, dtype=xp.int32, device=device(like)), (block.rows, 1))
-    words = _ArrayWords(like)
-    first = (words.word(bucket) + words.word(block.first_bucket)) * words.word(bucket_size // 8)
-    counter = rows * words.word(bucket_size // 8) + lanes + first
+    words = _Words(like)
+    first = words.both(add, words.word(bucket), words.word(block.first_bucket))
+    start = words.both(mul, first, bucket_size // 8)
+    counter = words.both(add, rows * (bucket_size // 8) + lanes, start)
     outputs = philox4x32((counter, hop, _ROUNDING, 0), words_of_key, like=like)
-    halves = []
-    for word in outputs:
-        halves += [xp.bitwise_and(word, words.word(0xFFFF)), words.high_half(word)]
+    halves = [half for word in outputs for half in (word & 0xFFFF, words.high_half(word))]
     draws = xp.reshape(xp.stack(halves, axis=1), (block.rows, block.length))
     return xp.astype(draws, xp.float32)
