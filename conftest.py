@@ -87,13 +87,16 @@ def needs_missing(error: BaseException | None) -> str | None:
     A module of qcomp that should do without the package is an error still.
     """
     while error is not None:
-        package = (getattr(error, "name", None) or "").partition(".")[0]
-        if isinstance(error, ModuleNotFoundError) and package in MISSING:
+        if isinstance(error, ImportError):
             places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
             own = [place.relative_to(ROOT) for place in places if place.is_relative_to(ROOT)]
             *_, last = [place for place in own if not place.parts[0].startswith(".")]
-            of_package = any(last.match(f"{path}*") or Path(path) in last.parents for path in NEEDS[package])
-            return package if of_package or last.parts[0] != "qcomp" else None
+            for needed in MISSING:
+                if any(last.match(f"{path}*") or Path(path) in last.parents for path in NEEDS[needed]):
+                    return needed
+            package = (error.name or "").partition(".")[0]
+            if package in MISSING and last.parts[0] != "qcomp":
+                return package
         error = error.__cause__ or error.__context__
     return None
 

@@ -31,6 +31,7 @@ def error_in(path, code):
         ("examples/any.py", "nothere"),
         ("qcomp/face/module.py", "nothere"),
         ("qcomp/face.py", "nothere"),
+        ("qcomp/old/module.py", "another>=9"),
         ("qcomp/core/any.py", None),
         ("qcomp/faces/any.py", None),
     ],
@@ -46,13 +47,15 @@ def error_in(path, code):
 def test_a_missing_package_is_needed_where_it_may_be(
     root_conftest, monkeypatch, request, place, expected, code
 ):
-    monkeypatch.setattr(root_conftest, "MISSING", ["nothere"])
-    monkeypatch.setattr(root_conftest, "NEEDS", {"nothere": ["qcomp/face", "qcomp/face.py"]})
+    needs = {"nothere": ["qcomp/face", "qcomp/face.py"], "another>=9": ["qcomp/old"]}
+    monkeypatch.setattr(root_conftest, "MISSING", list(needs))
+    monkeypatch.setattr(root_conftest, "NEEDS", needs)
     assert root_conftest.needs_missing(error_in(request.config.rootpath / place, code)) == expected
 
 
 def test_other_errors_are_not_skipped(root_conftest, monkeypatch, request):
     monkeypatch.setattr(root_conftest, "MISSING", ["nothere"])
+    monkeypatch.setattr(root_conftest, "NEEDS", {"nothere": []})
     path = request.config.rootpath / "tests" / "any.py"
     for code in ("import another_that_is_not_there", "from os import nothere"):
         assert root_conftest.needs_missing(error_in(path, code)) is None

@@ -561,7 +561,7 @@ class TestParts:
 
     @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
     def test_each_moves_as_muon_of_torch_moves_it(self, grads, monkeypatch, adjust_lr_fn):
-        torch = pytest.importorskip("torch")
+        torch = torch_with_muon()
         monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
         opt = qcomp.Muon(learning_rate=0.05, **EXACT, **PARTS, adjust_lr_fn=adjust_lr_fn)
         comm, shapes = LocalCommunicator.alone(), parts_shapes(0)

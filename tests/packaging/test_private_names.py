@@ -26,11 +26,14 @@ ATTRIBUTES = [
     "torch:Tensor._version",
     "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed.distributed_c10d:_get_default_store",
-    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group",
     "numba.core.caching:CompileResultCacheImpl._locator_classes",
     "numba.core.caching:FunctionCache._impl_class",
 ]
+OF_FSDP = [
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group",
+]
+"""Attributes in the versions of torch that `qcomp.torch.fsdp` supports."""
 STORED = [
     "torch.distributed.algorithms:Joinable._join_config",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.all_reduce_grads",
@@ -51,7 +54,7 @@ USED = {
     "is_first_joinable",
 }
 """Names whose use is tested below, or by the tests of `Join` and of outer loops."""
-LISTED = USED | {part for name in ATTRIBUTES + STORED for part in re.split("[.:]", name)[1:]}
+LISTED = USED | {part for name in ATTRIBUTES + OF_FSDP + STORED for part in re.split("[.:]", name)[1:]}
 
 PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 """Names of NamedTuple and os that Python documents."""
@@ -112,6 +115,12 @@ def foreign_in(names):
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_is_there(name):
+    resolve_name(name)
+
+
+@pytest.mark.parametrize("name", OF_FSDP)
+def test_an_attribute_of_fsdp_is_there(name):
+    pytest.importorskip("qcomp.torch.fsdp", exc_type=ImportError)
     resolve_name(name)
 
 

@@ -1273,6 +1273,7 @@ class TestUseMuon:
             {"params": rest, **by_adam, "lr": 0.004} | changes,
         ]
 
+    @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
     def test_it_moves_each_group_as_such_scripts_do(self, monkeypatch):
         """Muon and AdamW of torch side by side, with a momentum that changes in the groups of Muon alone."""
         monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
