@@ -94,6 +94,7 @@ class TestBench:
 
 class TestWarmup:
     def test_without_kernels_the_reason_is_printed(self, capsys):
+        pytest.importorskip("numba")
         assert main(["warmup"]) == 1  # tests run the pure version
         out = capsys.readouterr().out
         assert out.startswith("numpy float32: kernels none: was asked for; numba would take")

@@ -79,6 +79,8 @@ def reads_of_steps(monkeypatch, lockstep, ranks, **options):
 @pytest.mark.parametrize("kernels", ["pure", "auto"])
 @pytest.mark.parametrize("ranks", [1, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_a_step_reads_twice_at_any_number_of_ranks(monkeypatch, lockstep, ranks, kernels):
+    if kernels == "auto":
+        pytest.importorskip("numba")
     with qcomp.backends.use(kernels):
         counts = reads_of_steps(monkeypatch, lockstep, ranks, watch=None)
     # A lone rank sends no exact values, and a kernel has checked them when it returns.

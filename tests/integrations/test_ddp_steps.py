@@ -69,6 +69,7 @@ except ValueError as error:
 
 def test_steps_do_not_change_saved_or_loaded_states(said):
     """Steps overwrite only the optimizer's own state."""
+    pytest.importorskip("numba")
     said(
         1,
         """
