@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,9 @@ def float64_library(request: pytest.FixtureRequest) -> Library:
 def libraries() -> dict[str, Library]:
     """All libraries by name, imported before ranks start as threads, which could see a half-done import."""
     known = {name: Library(name) for name in LIBRARIES}
-    assert all(library.xp for library in known.values())
+    for library in known.values():
+        with suppress(ModuleNotFoundError):  # a test that uses it is skipped
+            assert library.xp
     return known
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import array_api_compat
-from array_api_compat import device, is_array_api_obj, is_numpy_array, is_torch_array
+from array_api_compat import device, is_array_api_obj, is_jax_array, is_numpy_array, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
 
@@ -255,8 +255,16 @@ def bytes_of(x: Array) -> Array:
 
 
 def from_bytes_of(data: Array, name: str) -> Array:
-    """Return a one-dimensional array of the named dtype from its bytes, the inverse of `bytes_of`."""
+    """Return a one-dimensional array of the named dtype from its bytes, the inverse of `bytes_of`.
+
+    Raises
+    ------
+    TypeError
+        If JAX has only dtypes of 32 bits.
+    """
     xp = array_namespace(data)
+    if itemsize(name) == 8 and is_jax_array(data) and not sys.modules["jax"].config.jax_enable_x64:
+        raise TypeError(f"the bytes are of {name}, which JAX has only in 64-bit mode; set jax_enable_x64")
     return bitcast(data, getattr(xp, name))
 
 
