@@ -28,11 +28,12 @@ def lines(capsys):
     return {line.split("  ")[0].split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
 
 
-def test_names_the_kernels_for_each_dtype_and_the_reason(capsys):
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_names_the_kernels_for_each_dtype_and_the_reason(capsys, library):
+    pytest.importorskip(library)
     found = lines(capsys)
-    assert found["numpy on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
-    assert found["torch on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
-    assert "has kernels for numpy arrays of float32 on cpu" in found["numpy on cpu"]
+    assert found[f"{library} on cpu"].split()[3:7] == ["numba", "numba", "numba", "pure"]
+    assert f"has kernels for {library} arrays of float32 on cpu" in found[f"{library} on cpu"]
     assert found["numba"].startswith("numba: available")
 
 
