@@ -1,6 +1,5 @@
 """Copies in the memory of nodes: whenever a rank dies or a node is lost, the job continues with the same bits."""
 
-import gc
 import hashlib
 import io
 import itertools
@@ -194,9 +193,11 @@ def errors_of(n: int, rank_main: Any, hosts: Sequence[str] | None = None) -> lis
 
 
 def lose(folder: Path) -> None:
-    """Remove a folder, after what nothing refers to any more has removed its own files."""
-    gc.collect()
-    shutil.rmtree(folder)
+    """Remove a folder, from which what nothing refers to any more may remove its own files at the same time."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            Path(parent, name).unlink(missing_ok=True)
+        os.rmdir(parent)
 
 
 class Killer:

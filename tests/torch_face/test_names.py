@@ -331,6 +331,7 @@ def inner_compiled(model):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("wrap", [compiled, inner_compiled])
 class TestCompiledModels:
     """torch.compile changes the names of parameters, but nothing that depends on names."""
