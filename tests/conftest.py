@@ -323,27 +323,8 @@ def fork_server(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="session")
-def ddp_fork_server(tmp_path_factory):
-    """A fork server with DistributedDataParallel's lazy imports already done; these take a second."""
-    pytest.importorskip("torch")
-    with started_fork_server(tmp_path_factory.mktemp("ranks"), "torch._dynamo") as server:
-        yield server
-
-
 @pytest.fixture
 def torch_ranks(fork_server):
-    """Return a function that runs code on n ranks of torch.distributed; see `ranks_of`."""
-    return ranks_of(fork_server)
-
-
-@pytest.fixture
-def ddp_ranks(ddp_fork_server):
-    """Return a function that runs code on n ranks of torch.distributed with DistributedDataParallel; see `ranks_of`."""
-    return ranks_of(ddp_fork_server)
-
-
-def ranks_of(fork_server):
     """Return a function that runs code on n torch.distributed ranks: ``run_ranks(n, code, timeout=60.0, check=True)``.
 
     A job that does not end in time fails the test; so does, unless check is false, a non-zero exit or anything written

@@ -22,8 +22,7 @@ FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=1
 WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
-QUICK = (
-    COMPRESSORS[1],
+EACH = (
     qcomp.QSGD(7, 64),
     qcomp.Scaled(qcomp.QSGD(7, 64)),
     WideQSGD(128, 64),
@@ -31,13 +30,19 @@ QUICK = (
     qcomp.MinMaxUInt8(64),
     qcomp.TopK(20, 512, 2, "fixed"),
 )
-"""Compressors for each kernel; `make test-all` covers every width of a code."""
+"""Compressors for each kernel that takes long to compile; `make test-all` covers every width of a code."""
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "compressor",
-    [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.exhaustive], id=str(c)) for c in COMPRESSORS],
+    [
+        pytest.param(
+            c,
+            marks=[] if c is COMPRESSORS[1] else [pytest.mark.slow if c in EACH else pytest.mark.exhaustive],
+        )
+        for c in COMPRESSORS
+    ],
+    ids=str,
 )
 def test_same_bytes(compressor):
     check_kernels(KERNELS, compressors=[compressor])

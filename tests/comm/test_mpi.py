@@ -599,9 +599,8 @@ def test_exit_codes_without_trouble(mpirun):
     ],
 )
 def test_control_c_ends_all_ranks_quietly(launcher, body):
-    first = "comm.all_gather(zeros(1), [1, 1])\nsay('ready')\n"  # after all imports, which hide an interrupt
     with subprocess.Popen(
-        [str(launcher), "-n", "2", sys.executable, *script(first + body)],
+        [str(launcher), "-n", "2", sys.executable, *script(f"say('ready')\n{body}")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -72,5 +72,5 @@ assert refused > INPUTS // 2, refused
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_both_ranks_refuse_or_load(ddp_ranks, between, count):
-    ddp_ranks(2, BODY.replace("BETWEEN", str(between)).replace("INPUTS", str(count)), timeout=100)
+def test_both_ranks_refuse_or_load(torch_ranks, between, count):
+    torch_ranks(2, BODY.replace("BETWEEN", str(between)).replace("INPUTS", str(count)), timeout=100)

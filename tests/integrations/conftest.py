@@ -53,7 +53,7 @@ def say(*words):
 
 
 @pytest.fixture
-def said(ddp_ranks):
+def said(torch_ranks):
     """Run a script on ranks with a process group; return the lines of each.
 
     ``said(n, script, check=True, device="cpu", backend="gloo")``
@@ -61,6 +61,6 @@ def said(ddp_ranks):
 
     def run(n, body, *, check=True, device="cpu", backend="gloo"):
         script = f"device, backend = {device!r}, {backend!r}\n{HEAD}{body}"
-        return [rank.out.splitlines() for rank in ddp_ranks(n, script, check=check)]
+        return [rank.out.splitlines() for rank in torch_ranks(n, script, check=check)]
 
     return run

@@ -85,11 +85,11 @@ def say(*words):
 
 
 @pytest.fixture
-def said(ddp_ranks):
+def said(torch_ranks):
     """Run a script on ranks with a process group; return the lines of each."""
 
     def run(n, body):
-        return [rank.out.splitlines() for rank in ddp_ranks(n, HEAD + body, timeout=120.0)]
+        return [rank.out.splitlines() for rank in torch_ranks(n, HEAD + body, timeout=120.0)]
 
     return run
 

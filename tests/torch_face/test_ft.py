@@ -26,6 +26,7 @@ import qcomp
 import qcomp.torch
 import qcomp.torch.ft
 from qcomp.testing.means import owed
+from tests.conftest import started_fork_server
 
 pytestmark = [
     pytest.mark.timeout(150),
@@ -168,6 +169,12 @@ while stop is None or optimizer.state.step < stop:
     look()
 print(json.dumps({"event": "end", "step": optimizer.state.step}), flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def fork_server(tmp_path_factory):
+    with started_fork_server(tmp_path_factory.mktemp("ranks"), "torchft", "qcomp.torch.ft") as server:
+        yield server
 
 
 @pytest.fixture

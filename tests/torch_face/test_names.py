@@ -222,9 +222,9 @@ def train(model, optimizer, steps):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_states_survive_wrapping_and_unwrapping(ddp_ranks):
+def test_states_survive_wrapping_and_unwrapping(torch_ranks):
     """By torch.compile, by DistributedDataParallel or by both, in either order."""
-    ddp_ranks(
+    torch_ranks(
         2,
         WRAPPED
         + """
@@ -265,9 +265,9 @@ for one, other in zip([*WAYS] + ["plain", "wrapped"], [*WAYS][1:] + ["plain", "w
 
 
 @pytest.mark.slow
-def test_residuals_stay_with_their_ranks_when_other_ranks_serve(ddp_ranks):
+def test_residuals_stay_with_their_ranks_when_other_ranks_serve(torch_ranks):
     """With ``model=`` each tensor is cut on its own, so a restart with or without it changes who serves what."""
-    ddp_ranks(
+    torch_ranks(
         2,
         WRAPPED
         + """
@@ -303,8 +303,8 @@ for way in (True, False):
     )
 
 
-def test_an_outer_loop_refuses_a_compiled_model_that_averages(ddp_ranks):
-    ddp_ranks(
+def test_an_outer_loop_refuses_a_compiled_model_that_averages(torch_ranks):
+    torch_ranks(
         2,
         WRAPPED
         + """
@@ -380,9 +380,9 @@ class TestCompiledModels:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_states_of_hooks_survive_compilation(ddp_ranks):
+def test_states_of_hooks_survive_compilation(torch_ranks):
     """Of a hook and of an optimizer under DistributedDataParallel, from a plain model to a compiled one and back."""
-    ddp_ranks(
+    torch_ranks(
         2,
         WRAPPED
         + """

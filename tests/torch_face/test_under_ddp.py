@@ -58,11 +58,11 @@ def refusal(do):
 
 
 @pytest.fixture
-def said(ddp_ranks):
+def said(torch_ranks):
     """Run a script on ranks with a process group."""
 
     def run(n, body):
-        return [rank.out.splitlines() for rank in ddp_ranks(n, HEAD + body)]
+        return [rank.out.splitlines() for rank in torch_ranks(n, HEAD + body)]
 
     return run
 
