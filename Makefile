@@ -124,6 +124,7 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/python
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python $(PIP) --editable '.[dev]'
+	$(BIN)/python -c 'import hypothesis, jax, numba, pytest, torch._dynamo, torch.distributed.fsdp'  # else each worker compiles them
 	touch $@ $(DEMO)
 
 $(DOCS): $(INSTALLED)

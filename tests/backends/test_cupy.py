@@ -188,6 +188,7 @@ def test_the_laws_hold_under_the_emulated_kernels(emulated_library, compressor):
         check_compressor(compressor, max_examples=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [0, 1, 99])
 def test_the_order_of_the_threads_makes_no_difference(emulated_library, order):
     # The norms rms and l2 have the most barriers.

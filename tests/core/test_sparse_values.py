@@ -260,6 +260,12 @@ class TestLength:
         assert TopK(k, n, bits, "fixed").payload_spec(2 * n).nbytes == entries + 2 * 8
 
 
+compiled_is_slow = pytest.mark.parametrize(
+    "kernels", ["pure", pytest.param("numba", marks=pytest.mark.slow)], indirect=True
+)
+"""Compiling what a test needs takes many seconds."""
+
+
 class TestDamage:
     X = vector("sparse", 300, 11)
     C = TopK(9, 64, 2)
@@ -268,6 +274,7 @@ class TestDamage:
         data = np.frombuffer(bytes(data), np.uint8)
         return c.decompress(Payload(c.spec, size, "float32", data), like=np.zeros(size, F))
 
+    @compiled_is_slow
     def test_cut_off_anywhere(self, kernels):
         good = self.C.compress(self.X).data.tobytes()
         for length in range(len(good)):
@@ -319,6 +326,7 @@ class TestDamage:
             code[at % len(code)] ^= 1 << bit
         check_same_reading(bytes(code[: data.draw(st.integers(len(code) // 2, len(code)))]), 150, shape)
 
+    @compiled_is_slow
     def test_damaged_entries_of_fixed_length_stay_within_the_vector(self, kernels):
         rng = np.random.default_rng(0)
         for c in (TopK(9, 64, 2, "fixed"), TopK(9, 64), TopK(3, 8192, 4, "fixed")):

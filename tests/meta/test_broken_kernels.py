@@ -750,7 +750,7 @@ OF_LAWS = {
 }
 
 
-@pytest.mark.quick_cases(25)
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("kernels", "compressor"), BROKEN)
 def test_broken_kernels_are_caught(kernels, compressor):
     """Only the checks of the broken methods run: running all other checks first would take most of the time."""
