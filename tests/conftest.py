@@ -318,13 +318,21 @@ def started_fork_server(folder: Path, *modules: str) -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory):
+    """A fork server that has also imported what the first optimizer of torch imports, which takes seconds."""
     pytest.importorskip("torch")
+    with started_fork_server(tmp_path_factory.mktemp("ranks"), "torch._dynamo", "qcomp.torch") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_fork_server(tmp_path_factory):
+    """A fork server for ranks that exit as Python does: with torch's compiler, they would speak of what it leaks."""
     with started_fork_server(tmp_path_factory.mktemp("ranks")) as server:
         yield server
 
 
 @pytest.fixture
-def torch_ranks(fork_server):
+def torch_ranks(request, fork_server):
     """Return a function that runs code on n torch.distributed ranks: ``run_ranks(n, code, timeout=60.0, check=True)``.
 
     A job that does not end in time fails the test; so does, unless check is false, a non-zero exit or anything written
@@ -332,7 +340,8 @@ def torch_ranks(fork_server):
     """
 
     def run_ranks(n, code, *, timeout=60.0, check=True, whole_exit=False):
-        ranks = fork_server.run(n, code, timeout=timeout, whole_exit=whole_exit)
+        server = request.getfixturevalue("small_fork_server") if whole_exit else fork_server
+        ranks = server.run(n, code, timeout=timeout, whole_exit=whole_exit)
         if any(rank.status == "late" for rank in ranks):
             pytest.fail(f"the job did not end within {timeout} s: {ranks}")
         if check and any(rank.status != 0 or rank.err for rank in ranks):

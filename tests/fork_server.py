@@ -14,11 +14,9 @@ import time
 
 import numpy  # noqa: F401
 import torch
-import torch._dynamo  # the first optimizer of torch imports it, which takes seconds
 
 import qcomp.comm.torch_dist
-import qcomp.comm.torch_launch
-import qcomp.torch  # noqa: F401
+import qcomp.comm.torch_launch  # noqa: F401
 
 
 def become_rank(rank, job):
