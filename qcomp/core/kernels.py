@@ -171,8 +171,9 @@ class KernelSet(Protocol):
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
-        """Return the decompressed payload, with the shape and dtype of ``like``, in which the payload was computed.
+        """Return the decompressed payload, with the shape and dtype of ``like``.
 
+        The payload was computed in the dtype in which arrays like ``like`` are: the layout may depend on it.
         The result goes into ``out`` if that is given; with ``accumulate``, it is added to the values there. Arrays of
         an immutable library are not written to: the result is then a new array.
         """

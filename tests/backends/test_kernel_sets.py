@@ -22,26 +22,16 @@ FEEDBACK = [qcomp.ScaledSign(bucket_size=64), qcomp.QSGD(levels=7, bucket_size=1
 WIDE = WideQSGD(levels=1000, bucket_size=64)
 
 
-EACH = (
-    qcomp.QSGD(7, 64),
-    qcomp.Scaled(qcomp.QSGD(7, 64)),
-    WideQSGD(128, 64),
-    qcomp.LloydMax(3, 128),
-    qcomp.MinMaxUInt8(64),
-    qcomp.TopK(20, 512, 2, "fixed"),
-)
-"""Compressors for each kernel that takes long to compile; `make test-all` covers every width of a code."""
+def marks(compressor):
+    """Return the marks of a case: each class of compressors has kernels that take long to compile."""
+    if compressor == COMPRESSORS[1]:
+        return []
+    return [pytest.mark.slow if compressor == WideQSGD(128, 64) else pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
     "compressor",
-    [
-        pytest.param(
-            c,
-            marks=[] if c is COMPRESSORS[1] else [pytest.mark.slow if c in EACH else pytest.mark.exhaustive],
-        )
-        for c in COMPRESSORS
-    ],
+    [pytest.param(c, marks=marks(c)) for c in COMPRESSORS],
     ids=str,
 )
 def test_same_bytes(compressor):

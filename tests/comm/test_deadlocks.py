@@ -196,7 +196,7 @@ except qcomp.MismatchError as error:
     print(time.monotonic() - start < 10, error, flush=True)
 dist.barrier()
 """
-    for rank in torch_ranks(n, HEAD + body):
+    for rank in torch_ranks(n, HEAD + body, timeout=50):
         assert rank.out.startswith("True "), rank
         for owner in ("'enc'", "'dec'"):
             assert f"step 1 (compressed) of CompressedSGD number 1 with {owner}" in rank.out, rank

@@ -131,10 +131,11 @@ class Key(_KeyParts):
 
 
 def _signed(word: int) -> int:
+    """Return the int32 with the bits of a word."""
     return word - (1 << 32) if word >> 31 else word
 
 
-class _Words:
+class _Arithmetic:
     """Arithmetic on 32-bit words that are Python integers, or int32 arrays, which wrap around.
 
     int32 is the only integer dtype that adds, multiplies and shifts the same in every library: torch lacks arithmetic
@@ -154,7 +155,7 @@ class _Words:
         return array if array.ndim else self.xp.reshape(array, (1,))
 
     def both(self, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """Return a sum, product or exclusive or of two words."""
+        """Apply a commutative operation, such as addition, to two words."""
         if isinstance(a, int):
             if isinstance(b, int):
                 return operation(a, b) & _MASK32
@@ -209,7 +210,7 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like
     Without ``like`` all words are Python integers. With it they are int32 arrays (or integers) that
     broadcast against each other, in the library of ``like``.
     """
-    words = _Words(like)
+    words = _Arithmetic(like)
     start: Any = tuple(map(words.word, counter))
     by: Any = tuple(map(words.word, key))
     if like is not None and any(map(is_traced, (*start, *by))):
@@ -289,7 +290,7 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
 
 def stream_of(key: Key, *, like: Array) -> Array:
     """Return the numbers that determine all draws of a key, int32 of shape (4,): two folded words, hop and bucket."""
-    words, xp = _Words(like), array_namespace(like)
+    words, xp = _Arithmetic(like), array_namespace(like)
     parts = [words.word(part) for part in (*fold_key(key, like=like), key.hop, key.bucket)]
     nothing = xp.zeros((1,), dtype=xp.int32, device=device(like))
     return xp.concat([words.both(add, nothing, part) for part in parts])
@@ -322,7 +323,7 @@ def _draws(
     width = block.length // 8
     lanes = xp.reshape(xp.arange(width, dtype=xp.int32, device=device(like)), (1, width))
     rows = xp.reshape(xp.arange(block.rows, dtype=xp.int32, device=device(like)), (block.rows, 1))
-    words = _Words(like)
+    words = _Arithmetic(like)
     first = words.both(add, words.word(bucket), words.word(block.first_bucket))
     start = words.both(mul, first, bucket_size // 8)
     counter = words.both(add, rows * (bucket_size // 8) + lanes, start)
