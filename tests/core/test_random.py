@@ -242,9 +242,10 @@ class TestKey:
         assert key.at(bucket=0) == Key(1, 2, 3, 4, 5, 0)
 
     @pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint64])
-    def test_integers_of_numpy_are_integers(self, kind):
-        plain = draws(Key(7, 6, 5, 4), 40, 32, LIKE)
-        assert draws(Key(kind(7), kind(6), kind(5), kind(4)), 40, 32, LIKE).tolist() == plain.tolist()
+    def test_integers_of_numpy_are_integers(self, library, kind):
+        plain = draws(Key(7, 6, 5, 4, 3, 2), 32, 32, LIKE)
+        like = library.array([0.0], dtype=np.float32)
+        assert draws(Key(*map(kind, (7, 6, 5, 4, 3, 2))), 32, 32, like).tolist() == plain.tolist()
 
     def test_arrays_equal_integers(self, library):
         like = library.array([0.0], dtype=np.float32)
