@@ -13,7 +13,16 @@ def numba_coders():
         yield
 
 
-@pytest.fixture(params=["pure", "numba"])
+@pytest.fixture
+def coders_for_size(size):
+    """Use the pure loops, or for a size with which they would take seconds the compiled ones."""
+    if size > 1 << 15:
+        pytest.importorskip("numba")
+    with qcomp.backends.use("numba" if size > 1 << 15 else "pure"):
+        yield
+
+
+@pytest.fixture(params=["pure", pytest.param("numba", marks=pytest.mark.slow)])
 def coders(request):
     """Use the pure loops, then the compiled ones."""
     if request.param == "numba":

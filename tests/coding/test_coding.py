@@ -60,7 +60,7 @@ def compiled():
     return registry.load_coders()
 
 
-@pytest.fixture(params=["pure", "numba"])
+@pytest.fixture(params=["pure", pytest.param("numba", marks=pytest.mark.slow)])
 def name_of_kernels(request):
     if request.param == "numba":
         compiled()
@@ -165,6 +165,7 @@ class TestBothCodes:
                 found.append(decode(name, data, size, largest) if ok else None)
         assert found[0] == found[1]
 
+    @pytest.mark.slow
     @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("largest", LARGEST)
     def test_compiled_loops_make_the_same_bytes(self, name, largest):

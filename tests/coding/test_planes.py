@@ -73,14 +73,13 @@ def test_broken_loops_are_found(broken):
         compare(PURE._replace(**broken))
 
 
-def test_padding_is_left_out():
+def test_padding_is_left_out(coders):
     data = bytes([0xFF]) * 8  # eight codes of eight bits, three of which are elements
-    for kernels in ("pure", "auto"):
-        with qcomp.backends.use(kernels):
-            levels, negative = coding.unpack(data, size=3, bits=8, bucket_size=8)
-            assert (levels.hex(), negative.hex()) == ("7f007f007f00", "010101")
+    levels, negative = coding.unpack(data, size=3, bits=8, bucket_size=8)
+    assert (levels.hex(), negative.hex()) == ("7f007f007f00", "010101")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", coding.CODINGS)
 @pytest.mark.parametrize("levels", [128, 1000, 32767])
 def test_payloads_of_wide_codes_are_the_same_with_kernels(numba_coders, name, levels):

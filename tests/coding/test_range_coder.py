@@ -53,8 +53,10 @@ class TestLength:
     @pytest.mark.quick_cases(15)
     @pytest.mark.parametrize("family", DRAWS)
     @pytest.mark.parametrize("levels", [1, 3, 7, 15, 127])
-    @pytest.mark.parametrize(("size", "most"), [(4096, 1.02), (1 << 18, 1.003)])
-    def test_the_length_is_near_the_entropy(self, numba_coders, family, levels, size, most):
+    @pytest.mark.parametrize(
+        ("size", "most"), [(4096, 1.02), pytest.param(1 << 18, 1.003, marks=pytest.mark.slow)]
+    )
+    def test_the_length_is_near_the_entropy(self, coders_for_size, family, levels, size, most):
         """Within 2% from 4096 elements on, 0.3% from 2^18 on; below half a bit per element, within 8 bytes."""
         rng = np.random.default_rng([levels, size])
         signed = rounded(DRAWS[family](rng, size), levels, 512, "max", rng)
@@ -62,17 +64,19 @@ class TestLength:
         assert least < coded_bytes(signed, levels) <= max(most * least, least + 8)
 
     @pytest.mark.parametrize(("levels", "bucket_size"), [(1, 512), (7, 512), (22, 512), (1, 1 << 13)])
-    def test_sparse_levels(self, numba_coders, levels, bucket_size):
+    @pytest.mark.parametrize(
+        ("size", "beside"), [(1 << 13, 8), pytest.param(1 << 18, 32, marks=pytest.mark.slow)]
+    )
+    def test_sparse_levels(self, coders_for_size, levels, bucket_size, size, beside):
         """The model and the state add 8 bytes to a few dozen."""
         rng = np.random.default_rng(levels)
-        for size, beside in ((1 << 13, 8), (1 << 18, 32)):
-            signed = rounded(rng.standard_normal(size), levels, bucket_size, "l2", rng)
-            least = entropy(signed) * size / 8
-            assert least < coded_bytes(signed, levels) <= 1.01 * least + beside
+        signed = rounded(rng.standard_normal(size), levels, bucket_size, "l2", rng)
+        least = entropy(signed) * size / 8
+        assert least < coded_bytes(signed, levels) <= 1.01 * least + beside
 
     @pytest.mark.parametrize("largest", [255, 2047, 32767])
-    @pytest.mark.parametrize("size", [4096, 1 << 18])
-    def test_many_levels(self, numba_coders, largest, size):
+    @pytest.mark.parametrize("size", [4096, pytest.param(1 << 18, marks=pytest.mark.slow)])
+    def test_many_levels(self, coders_for_size, largest, size):
         """Most values occur once, so the reference is the entropy of the quantized Gaussian, not of the vector."""
         rng = np.random.default_rng(largest)
         width = 6 / largest
@@ -80,6 +84,7 @@ class TestLength:
         bits = math.log2(math.sqrt(2 * math.pi * math.e) / width)
         assert 0.99 * bits < 8 * coded_bytes(signed, largest) / size < 1.02 * bits
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("largest", "kept"), [(127, (127,)), (127, (0, 65, 66, 127)), (1000, (500, 1000)), (32767, (32767,))]
     )
@@ -93,6 +98,7 @@ class TestLength:
         assert plain == max(0, largest.bit_length() - FINEST - 1)
         assert 0.9 * plain * (len(kept) < 2) <= excess <= plain + 0.02 * entropy(signed)
 
+    @pytest.mark.slow
     def test_a_geometric_vector_is_as_short_as_with_its_exact_model(self, numba_coders):
         n, t = 1 << 18, math.sqrt(2) - 1
         rng = np.random.default_rng(0)
@@ -100,7 +106,7 @@ class TestLength:
         assert abs(np.mean(np.abs(signed)) - 1) < 0.01
         assert 2.52 < 8 * coded_bytes(signed, 64) / n < 2.56
 
-    def test_the_bound_can_fail(self, numba_coders):
+    def test_the_bound_can_fail(self):
         """Fixed width and Elias codes exceed it."""
         rng = np.random.default_rng(0)
         signed = rounded(rng.standard_normal(1 << 13), 7, 512, "max", rng)
@@ -111,7 +117,7 @@ class TestLength:
     @pytest.mark.quick_cases(13)
     @pytest.mark.parametrize("largest", [1, 2, 7, 127, 128, 32767])
     @pytest.mark.parametrize("size", [0, 1, 2, 100, 4095, (1 << 14) - 1, 1 << 14, (1 << 14) + 3])
-    def test_the_code_is_never_longer_than_fixed_width(self, numba_coders, size, largest):
+    def test_the_code_is_never_longer_than_fixed_width(self, coders_for_size, size, largest):
         """Uniform vectors are the hardest; a vector of one value takes little more than its signs."""
         rng = np.random.default_rng([size, largest])
         sign = 2 * rng.integers(0, 2, size) - 1
