@@ -26,8 +26,15 @@ class Patience(NamedTuple):
     """Seconds without a sign of life after which a rank counts as lost; None: a silent rank is only reported."""
 
 
-def patience(*, timeout: Any = None, silence: Any = None) -> Patience:
+def patience(*, timeout: Any = None, silence: Any = None, default: float | None = None) -> Patience:
     """Return these settings, and for None what was inherited, else the environment's, else the defaults.
+
+    Parameters
+    ----------
+    timeout, silence : float, optional
+        As for `qcomp.comm.world`.
+    default : float, optional
+        The timeout that nothing else says; None for that of `qcomp.comm.world`.
 
     Raises
     ------
@@ -35,7 +42,9 @@ def patience(*, timeout: Any = None, silence: Any = None) -> Patience:
         If a setting is not a positive number of seconds.
     """
     waits, silent = _setting("timeout", timeout), _setting("silence", silence)
-    return Patience(_TIMEOUT if waits is None else waits, silent)
+    if waits is None:
+        waits = _TIMEOUT if default is None else default
+    return Patience(waits, silent)
 
 
 def inherit(*, timeout: Any = None, silence: Any = None) -> None:

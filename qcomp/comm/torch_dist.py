@@ -26,10 +26,10 @@ from qcomp.comm.torch_meeting import Meeting
 from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import Owner, as_mismatch
-from qcomp.private_names.torch import default_store
+from qcomp.core.mean.stages import Owner, as_mismatch, require_communicator
+from qcomp.private_names.torch import default_store, timeout_of
 
-__all__ = ["TorchCommunicator"]
+__all__ = ["TorchCommunicator", "over_ranks"]
 
 Array = Any
 
@@ -84,7 +84,7 @@ class TorchCommunicator(Verbs):
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange. With nccl, if a peer dies after the exchange of
         headers, the watchdog of torch.distributed ends the process after the timeout of `group`. By default what
-        `qcomp.comm.world` was given, else the environment variable QCOMP_TIMEOUT, else 300.
+        `qcomp.comm.world` was given, else the environment variable QCOMP_TIMEOUT, else the timeout of `group`.
     silence : float, optional
         Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
         in this time, so choose it longer than any other code of a rank holds Python's lock. By default what
@@ -132,7 +132,6 @@ class TorchCommunicator(Verbs):
     def __init__(
         self, group: Any = None, *, timeout: float | None = None, silence: float | None = None
     ) -> None:
-        waits = patience(timeout=timeout, silence=silence)
         if not dist.is_initialized():
             raise CommunicatorError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group, or start this "
@@ -147,6 +146,7 @@ class TorchCommunicator(Verbs):
                 "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, whose "
                 "connections it must not use: make communicators in the parent"
             )
+        waits = patience(timeout=timeout, silence=silence, default=timeout_of(group))
         backends = str(dist.get_backend_config(group))
         on_device = "nccl" in backends
         if not (on_device or "gloo" in backends):
@@ -375,6 +375,20 @@ class TorchCommunicator(Verbs):
         ]
         works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         return works
+
+
+def over_ranks(of: Any) -> Any:
+    """Return a communicator of the ranks of a process group, or the communicator that it is given.
+
+    Raises
+    ------
+    TypeError
+        If it is neither.
+    """
+    if isinstance(of, dist.ProcessGroup):
+        return TorchCommunicator(of)
+    require_communicator(of)
+    return of
 
 
 def _leave(lines: Lifelines, waiter: Waiter, gloo: Any) -> None:

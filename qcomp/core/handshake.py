@@ -12,7 +12,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, flushes_su
 from qcomp.core.reporting import name_ranks
 from qcomp.version import version_and_sources
 
-__all__ = ["agree", "gather_texts", "handshake", "handshake_stages"]
+__all__ = ["agree", "agree_stages", "gather_texts", "handshake", "handshake_stages"]
 
 _ABSENT = object()
 _LONGEST_VALUE = 100
@@ -129,8 +129,13 @@ def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array)
     MismatchError
         On the other ranks.
     """
+    drive(agree_stages(problem, what=what, size=comm.size, like=like), comm)
+
+
+def agree_stages(problem: Exception | None, *, what: str, size: int, like: Array) -> Stages[None]:
+    """Raise on every rank if any has a problem, as a generator of pure stages; see `agree`."""
     own = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    texts = drive(gather_texts(own, comm.size, like), comm)
+    texts = yield from gather_texts(own, size, like)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):

@@ -6,6 +6,17 @@ from collections.abc import Iterable
 
 __all__ = ["name_ranks", "warn_caller"]
 
+_BETWEEN = {
+    "accelerate",
+    "contextlib",
+    "jax",
+    "lightning",
+    "optax",
+    "pytorch_lightning",
+    "torch",
+    "transformers",
+}
+"""The libraries between a script and qcomp: a warning at their lines would tell nobody what to change."""
 _PACKAGE = __file__[: -len("core/reporting.py")]
 """The folder of the package, with a separator at its end; importing pathlib would slow down `import qcomp`."""
 
@@ -27,8 +38,16 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost calling line outside qcomp."""
-    level, frame = 1, inspect.currentframe()
-    while frame and frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE):
+    """Warn at the innermost calling line of a script: outside qcomp, and the libraries that call it for scripts.
+
+    If there is none, as in a thread of a library, warn at the innermost line outside qcomp.
+    """
+    level, outside, frame = 1, 0, inspect.currentframe()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            outside = outside or level
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+                outside = level
+                break
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, category, stacklevel=outside or level - 1)

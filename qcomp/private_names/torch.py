@@ -25,6 +25,7 @@ __all__ = [
     "is_joined_without",
     "runs_hooks",
     "take_off_scale",
+    "timeout_of",
     "writes_to",
 ]
 
@@ -73,6 +74,14 @@ def default_store() -> Any:
     return _require(
         torch.distributed.distributed_c10d, "_get_default_store", "connect the ranks of a process group"
     )()
+
+
+def timeout_of(group: Any) -> float | None:
+    """Return the seconds that the exchanges of a process group may take, or None if torch does not tell."""
+    device = torch.device("cuda" if "nccl" in str(torch.distributed.get_backend_config(group)) else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds())
 
 
 def call_at_end() -> Callable[[Callable[[], None]], None]:

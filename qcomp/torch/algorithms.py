@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from qcomp.comm.base import Communicator
 from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, ScaledSign
@@ -49,13 +48,16 @@ class CompressedSGD(AveragingOptimizer):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
-        one backward pass need one each, as by default.
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
+        itself for ``model``. If False, an error on every rank tells that they differ.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -87,8 +89,9 @@ class CompressedSGD(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
+        comm: Any = None,
         model: Any = None,
+        init_sync: bool = True,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -104,7 +107,9 @@ class CompressedSGD(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(optimizers.CompressedSGD, **settings), comm, model)
+        super().__init__(
+            params, of_groups, partial(optimizers.CompressedSGD, **settings), comm, model, init_sync=init_sync
+        )
 
 
 class _FrozenVarianceAdam(AveragingOptimizer):
@@ -132,8 +137,9 @@ class _FrozenVarianceAdam(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
+        comm: Any = None,
         model: Any = None,
+        init_sync: bool = True,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -154,7 +160,9 @@ class _FrozenVarianceAdam(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(self.algorithm, **settings), comm, model)
+        super().__init__(
+            params, of_groups, partial(self.algorithm, **settings), comm, model, init_sync=init_sync
+        )
 
 
 class OneBitAdam(_FrozenVarianceAdam):
@@ -201,13 +209,16 @@ class OneBitAdam(_FrozenVarianceAdam):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
-        one backward pass need one each, as by default.
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
+        itself for ``model``. If False, an error on every rank tells that they differ.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -276,13 +287,16 @@ class OneBitLamb(AveragingOptimizer):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
-        one backward pass need one each, as by default.
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
+        itself for ``model``. If False, an error on every rank tells that they differ.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -320,8 +334,9 @@ class OneBitLamb(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
+        comm: Any = None,
         model: Any = None,
+        init_sync: bool = True,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -345,7 +360,9 @@ class OneBitLamb(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(optimizers.OneBitLamb, **settings), comm, model)
+        super().__init__(
+            params, of_groups, partial(optimizers.OneBitLamb, **settings), comm, model, init_sync=init_sync
+        )
 
 
 class QAdam(_FrozenVarianceAdam):
@@ -392,13 +409,16 @@ class QAdam(_FrozenVarianceAdam):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
-        one backward pass need one each, as by default.
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
+        itself for ``model``. If False, an error on every rank tells that they differ.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -436,8 +456,9 @@ class QAdam(_FrozenVarianceAdam):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
+        comm: Any = None,
         model: Any = None,
+        init_sync: bool = True,
     ) -> None:
         super().__init__(
             params,
@@ -458,6 +479,7 @@ class QAdam(_FrozenVarianceAdam):
             nonfinite=nonfinite,
             comm=comm,
             model=model,
+            init_sync=init_sync,
         )
 
 
@@ -501,13 +523,16 @@ class ZeroOneAdam(AveragingOptimizer):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models in
-        one backward pass need one each, as by default.
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in one backward pass need one each, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
+        itself for ``model``. If False, an error on every rank tells that they differ.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 
@@ -541,8 +566,9 @@ class ZeroOneAdam(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
+        comm: Any = None,
         model: Any = None,
+        init_sync: bool = True,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -562,4 +588,6 @@ class ZeroOneAdam(AveragingOptimizer):
             "seed": seed,
             "nonfinite": nonfinite,
         }
-        super().__init__(params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm, model)
+        super().__init__(
+            params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm, model, init_sync=init_sync
+        )

@@ -21,7 +21,7 @@ from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["Buffer", "buffers_of", "combine_stages", "own_part"]
+__all__ = ["Buffer", "buffers_of", "combine_stages", "of_first_stages", "own_part"]
 
 _WITH_A_MEAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OF_FIRST, _MEAN, _VARIANCE, _LEAST, _GREATEST = "that of rank 0", "mean", "variance", "least", "greatest"
@@ -79,6 +79,11 @@ def _rule(leaf: str, beside: Mapping[str, torch.Tensor]) -> str:
     return _GREATEST if "amax" in leaf else _OF_FIRST  # largest magnitudes of 8-bit floats
 
 
+def of_first_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: Any) -> Stages[None]:
+    """Give all ranks the buffers of rank 0; see `combine_stages`."""
+    return combine_stages({name: b._replace(rule=_OF_FIRST) for name, b in buffers.items()}, state, like)
+
+
 def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: Any) -> Stages[None]:
     """Make buffers the same on all ranks, except those that have the same bits on all ranks.
 
@@ -110,7 +115,8 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
     statistics and of the means once more, (N - 1) times those of the ranges, and twice those of the others from rank 0.
     """
     own = {
-        name: (f"{dtype_name(b.value.dtype)} of shape {tuple(b.value.shape)}", digest(b.value))
+        # Of a copy: torch does not resize memory that NumPy has seen, as an observer does in its first forward pass.
+        name: (f"{dtype_name(b.value.dtype)} of shape {tuple(b.value.shape)}", digest(b.value.clone()))
         for name, b in buffers.items()
     }
     texts = yield from gather_texts(json.dumps(own), state.size, like)

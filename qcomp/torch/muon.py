@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from qcomp.comm.base import Communicator
 from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import LloydMax, ScaledSign
@@ -83,8 +82,11 @@ class Muon(AveragingOptimizer):
         Seed of the compressors' random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0. If False, an error on every rank tells that they
+        differ.
 
     See `qcomp.Muon` for the algorithm, what it sends, and its source. It averages by itself, so do not wrap the model
     in a DistributedDataParallel.
@@ -129,7 +131,8 @@ class Muon(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
-        comm: Communicator | None = None,
+        comm: Any = None,
+        init_sync: bool = True,
     ) -> None:
         of_groups: dict[str, Any] = {
             "lr": lr,
@@ -157,7 +160,7 @@ class Muon(AveragingOptimizer):
             "nonfinite": nonfinite,
         }
         self._adam_factor = adam_learning_rate_factor
-        super().__init__(params, of_groups, partial(optimizers.Muon, **settings), comm)
+        super().__init__(params, of_groups, partial(optimizers.Muon, **settings), comm, init_sync=init_sync)
 
     def _begin(self) -> None:
         """Compare the parameters of all ranks, and start; see `AveragingOptimizer`."""

@@ -14,17 +14,18 @@ import torch.distributed as dist
 from qcomp.comm.base import Communicator
 from qcomp.comm.broadcasting import broadcast
 from qcomp.comm.launch import world
-from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.comm.torch_dist import TorchCommunicator, over_ranks
 from qcomp.core.checkpoint.format import read_scalars, some
 from qcomp.core.checkpoint.gathering import gather_dicts
 from qcomp.core.checkpoint.schema import NumericArray, read
-from qcomp.core.handshake import agree, gather_texts
-from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.handshake import agree_stages, gather_texts
+from qcomp.core.mean.stages import Owner, Stages, drive, owned
 from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
 from qcomp.private_names.torch import ScaledStep, found_inf, grad_scale
+from qcomp.torch.alike import COMPARED, compare_parameters, take_first_values
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_rate
 from qcomp.torch.overlapped import LiveOverlapped
@@ -40,6 +41,7 @@ _PARAMETER = "parameter."
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 def untraced(function: _Function) -> _Function:
@@ -61,11 +63,13 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         The settings of groups that do not have their own.
     make : callable
         Returns the optimizer of the core from its settings.
-    comm : communicator, optional
-        By default a `TorchCommunicator` if torch.distributed is initialised, else `qcomp.comm.world`; with ``model``
-        one of its process group.
+    comm : communicator or ProcessGroup, optional
+        The ranks. By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`; with
+        ``model`` those of its process group.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model whose backward pass the exchange overlaps with; it must have no communication hook.
+    init_sync : bool, default True
+        Whether the parameters of all ranks become those of rank 0. With ``model`` DistributedDataParallel does that.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
@@ -79,24 +83,28 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         make: Callable[..., Optimizer],
-        comm: Communicator | None,
+        comm: Any,
         model: Any = None,
+        *,
+        init_sync: bool = True,
     ) -> None:
         self._make = make
+        self._init_sync = init_sync
         self._model = model
         self._overlapped: LiveOverlapped | None = None
         self._state: OptimizerState | None = None
         self._gathered: dict[str, Any] = {}
+        self._shown: list[dict[str, Any]] = []
         super().__init__(params, defaults)
         if model is None:
-            self._comm = comm or communicator()
+            self._comm = communicator(comm)
             self._begin()
         else:
             self._begin()
             self._overlap(comm)
 
     def _begin(self) -> None:
-        """Compare the parameters of all ranks, and start with moments of zero."""
+        """Give all ranks the parameters of rank 0, or compare them, and start with moments of zero."""
         self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         groups = self.param_groups
         of_groups = [[p for p in group["params"] if p.requires_grad] for group in groups]
@@ -112,6 +120,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         self._settings = LiveSettings(lambda **live: make(**policies, **live), names, self.shared)
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
+            if self._init_sync:
+                take_first_values(self._names, self._tensors, self._comm)
             self._take(optimizer.init(self._values(), self._comm, self._names))
 
     def _policies(
@@ -152,7 +162,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         names_of(self.param_groups, model)  # raises before anything is exchanged
         saved = self.state_dict() if self.core_state.step else None
         if saved is not None:
-            agree(self._comm, self._other_place(model), what="attach a model", like=self._tensors[0])
+            self._agree(self._other_place(model), doing="attach", what="attach a model")
         before, state = dict(vars(self)), self.core_state
         apart = self._settings.optimizer(self.param_groups, state.step).apart(state.stage)
         own = [p.clone() for p in self._values()] if apart else self._values()
@@ -180,6 +190,17 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             f"{self.core_state.step} steps as rank {here[0]} of {here[1]}. Expected the same ranks: attach before the "
             "first step, or load the states of all ranks after attach"
         )
+
+    def _drive(self, stages: Stages[_Result], doing: str) -> _Result:
+        """Run a computation in stages whose exchanges tell in which call of this optimizer they are made."""
+        state = self.core_state
+        owner = Owner(type(self).__name__, state.number, self._names, state.stream, doing)
+        return drive(owned(stages, owner), self._comm)
+
+    def _agree(self, problem: Exception | None, *, doing: str, what: str) -> None:
+        """Raise on every rank if any has a problem; see `qcomp.core.handshake.agree`."""
+        stages = agree_stages(problem, what=what, size=self._comm.size, like=self._tensors[0])
+        self._drive(stages, doing)
 
     def _overlap(self, comm: Any) -> None:
         """Let the model's backward passes start the exchange."""
@@ -291,13 +312,23 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         if self._overlapped is not None:
             self._require_unchanged()
             self._require_no_scaler()
+            before = self.core_state
             self._overlapped.step()
             self._take(self._overlapped.state)
+            self._compare(before)
             return loss
+        self._compare(self.core_state)
         stages = self._stages(self._values(), self.core_state, donate=True)
         with plain_products(self._tensors[0]):
             self._adopt(*drive(stages, self._comm))
         return loss
+
+    def _compare(self, before: OptimizerState) -> None:
+        """Compare the parameters of all ranks, in the few steps in which that is due after a state."""
+        if before.size == 1 or before.step not in COMPARED:
+            return
+        if not self._settings.optimizer(self.param_groups, before.step).apart(before.stage):
+            self._drive(compare_parameters(self._values(), before), "step")
 
     def _stages(self, params: Sequence[Any], state: OptimizerState, *, donate: bool = False) -> Stages[Any]:
         """Make one step with the current gradients and settings as a generator of pure stages."""
@@ -346,7 +377,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         ]
         whole = {**own, **{f"{_PARAMETER}{name}": p for name, p in parameters.items()}}
         comm, like = self._comm, self._tensors[0].detach()
-        gathered = drive(gather_dicts(whole, rank=comm.rank, size=comm.size, like=like), comm)
+        stages = gather_dicts(whole, rank=comm.rank, size=comm.size, like=like)
+        gathered = self._drive(stages, "gather_states")
         for one in gathered:
             found = {key: x.cpu() if hasattr(x, "cpu") else x for key, x in one.items()}
             parameters = {key: found.pop(key) for key in list(found) if key.startswith(_PARAMETER)}
@@ -422,7 +454,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                 optimizer = settings.optimizer(self.param_groups, 0)
             except Exception as error:  # of torch, or of the settings: perhaps of this rank alone
                 problem = ValueError(f"state_dict does not fit: {error}")
-            agree(self._comm, problem, what="load its state", like=self._tensors[0])
+            self._agree(problem, doing="load_state_dict", what="load its state")
             assert optimizer is not None
             if self._overlapped is not None:
                 self._overlapped.adopt(states, optimizer)
@@ -485,9 +517,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             text = json.dumps([groups, several], default=float)
         except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
-        like = self._tensors[0]
-        agree(self._comm, problem, what="load its state", like=like)
-        told = drive(gather_texts(text, self._comm.size, like), self._comm)
+        self._agree(problem, doing="load_state_dict", what="load its state")
+        told = self._drive(gather_texts(text, self._comm.size, self._tensors[0]), "load_state_dict")
         for their_groups, others in map(json.loads, told):
             groups, several = groups or their_groups, several or others
         if groups is None:
@@ -538,6 +569,13 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                         f"param_groups[{number}] has {key}={group[key]!r} now; expected {value!r}, which it had when "
                         "the optimizer was made: residuals depend on it. Make the optimizer again"
                     )
+        for name, p, shown in zip(self._names, self._tensors, self._shown, strict=True):
+            own = self.state.get(p, {})
+            if any(own.get(kind) is not x for kind, x in shown.items()):
+                raise RuntimeError(
+                    f"state has no longer the moments of {name!r} that the last step has left there, and steps do not "
+                    "read them there: make the optimizer again to begin with moments of zero, or use load_state_dict"
+                )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "a parameter requires a gradient now that did not when the optimizer was made, which therefore never "
@@ -564,8 +602,10 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
     def _take(self, state: OptimizerState) -> None:
         """Make a state the current one, and show each parameter's part of it in torch's own ``state``."""
         self._state, self._gathered = state, {}
-        for number, p in enumerate(self._tensors):
-            self.state[p] = {kind: arrays[number] for kind, arrays in _kinds(state).items() if arrays}
+        kinds = {kind: arrays for kind, arrays in _kinds(state).items() if arrays}
+        self._shown = [{kind: arrays[i] for kind, arrays in kinds.items()} for i in range(len(self._tensors))]
+        for p, shown in zip(self._tensors, self._shown, strict=True):
+            self.state[p] = dict(shown)
 
 
 def _as_precise(grad: Any, p: Any) -> Any:
@@ -579,8 +619,12 @@ def _kinds(state: OptimizerState) -> dict[str, Any]:
     return {"momentum": state.momentum, "variance": state.variance, **state.arrays}
 
 
-def communicator() -> Communicator:
-    """Return the communicator of torch.distributed if it is initialised, else `qcomp.comm.world`."""
-    if dist.is_available() and dist.is_initialized():
-        return TorchCommunicator()
-    return world()
+def communicator(given: Any = None) -> Communicator:
+    """Return a communicator: the given one, one of a given process group, or by default one of all ranks.
+
+    These are all ranks of torch.distributed if it is initialised, else those of `qcomp.comm.world`.
+    """
+    if given is not None:
+        found: Communicator = over_ranks(given)
+        return found
+    return TorchCommunicator() if dist.is_available() and dist.is_initialized() else world()

@@ -23,6 +23,7 @@ from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import with_plain_names
 from qcomp.private_names.torch import inside_compiled
+from qcomp.torch.alike import take_first_values
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.products import plain_products
 from qcomp.torch.saved import of_rank, rank_of
@@ -41,8 +42,8 @@ class OuterLoop:
     """Lets the steps of torch's optimizers be the inner steps of a `qcomp.OuterLoop`.
 
     After each step of the last optimizer it counts an inner step. Where an outer round ends, it exchanges, and writes
-    the shared parameters into the model. The rest of a script stays as it is. Collective: all ranks make one, with
-    equal parameters, and then the same number of steps.
+    the shared parameters into the model. The rest of a script stays as it is. Collective: all ranks make one, and then
+    the same number of steps.
 
     Parameters
     ----------
@@ -54,9 +55,9 @@ class OuterLoop:
         stay on their ranks.
     loop : qcomp.OuterLoop
         The settings, for instance ``qcomp.outer.diloco(100)``.
-    comm : communicator, optional
-        By default that of torch.distributed if it is initialised, else `qcomp.comm.world`. If a node has several ranks
-        that train data-parallel, a communicator of the ranks that have the same place in each node. Models that FSDP2
+    comm : communicator or ProcessGroup, optional
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. If a node has several
+        ranks that train data-parallel, the ranks that have the same place in each node. Models that FSDP2
         shards within a node need this too: each rank exchanges its own shards.
     buffers : bool, default True
         Whether a module's dense buffers become the same on all ranks once in ``every`` steps, with the last fragment.
@@ -64,6 +65,9 @@ class OuterLoop:
         observers become the range of all ranks, and histories of largest magnitudes (``amax``) their maximum. All
         others become those of rank 0, as under DistributedDataParallel, since not all have a mean: that of unit vectors
         is none. With False all stay on their ranks.
+    init_sync : bool, default True
+        Whether parameters and shared buffers become those of rank 0 when the loop is made. If False, the ranks compare
+        the parameters only.
 
     Raises
     ------
@@ -73,8 +77,8 @@ class OuterLoop:
         these ranks in every step. A step raises it, before it moves anything, if an optimizer has received other
         parameters since, the model has other tensors, or a parameter requires a gradient now that did not then.
     MismatchError
-        On every rank, if the ranks differ in settings or parameters; or from a step that makes buffers equal, if they
-        have other buffers.
+        On every rank, if the ranks differ in settings, or with ``init_sync=False`` in parameters; or from a step that
+        makes buffers equal, if they have other buffers.
 
     Warns
     -----
@@ -110,13 +114,14 @@ class OuterLoop:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loop: CoreLoop,
         *,
-        comm: Communicator | None = None,
+        comm: Any = None,
         buffers: bool = True,
+        init_sync: bool = True,
     ) -> None:
         if not isinstance(loop, CoreLoop):
             raise TypeError(f"loop is {loop!r}; expected a qcomp.OuterLoop, such as qcomp.outer.diloco(100)")
         self._trained = Trained(model, optimizer, buffers=buffers)
-        self._comm: Any = comm or communicator()
+        self._comm: Any = communicator(comm)
         optimizers = self._trained.optimizers
         for number, one in enumerate(optimizers):
             if one in _LOOPED:
@@ -127,7 +132,12 @@ class OuterLoop:
         self._loop = loop
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
+        if init_sync:
+            take_first_values(self._trained.names, self._trained.values(), self._comm)
         self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
+        if init_sync:
+            with torch.no_grad():
+                self._drive(self._trained.first_buffer_stages(self._state), "first buffers")
         self._calls = _StepCalls()
         self._has_begun = False
         self._hooks = [

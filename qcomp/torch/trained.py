@@ -15,7 +15,7 @@ from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name
 from qcomp.private_names.torch import found_inf, grad_scale, runs_hooks, take_off_scale
-from qcomp.torch.buffers import buffers_of, combine_stages, own_part
+from qcomp.torch.buffers import buffers_of, combine_stages, of_first_stages, own_part
 from qcomp.torch.parameters import require_memory_of_its_own
 from qcomp.torch.positions import Positions, entries
 
@@ -120,6 +120,12 @@ class Trained:
     def values(self) -> list[Any]:
         """Return the parameters of this rank, in the model's memory."""
         return [own_part(p) for p in self.tensors]
+
+    def first_buffer_stages(self, state: OptimizerState) -> Stages[None]:
+        """Give all ranks the buffers of rank 0, if they share them."""
+        if self._model is not None and self._shares_buffers:
+            values = self.values()
+            yield from of_first_stages(buffers_of(self._model, values), state, values[0])
 
     def write(self, params: Sequence[Any]) -> None:
         """Write what has changed into the model, and move what the optimizers' states have of it."""

@@ -474,8 +474,9 @@ def test_every_setting_of_the_core_exists_and_takes_effect(name):
     must_be = {"ZeroOneAdam": {"decoupled_weight_decay"}, "OneBitLamb": {"variance_steps"}}
     fixed = must_be.get(name, set())
     other = OTHER | ({"nesterov": False} if name == "Muon" else {})
-    assert of_face.keys() - {"params", "lr", "comm", "model"} == of_core.keys() - instead - fixed
-    for setting in of_face.keys() - {"params", "lr", "comm", "model", "stacks"}:  # this model has no stack
+    of_ranks = {"params", "lr", "comm", "model", "init_sync"}
+    assert of_face.keys() - of_ranks == of_core.keys() - instead - fixed
+    for setting in of_face.keys() - of_ranks - {"stacks"}:  # this model has no stack
         assert setting == "compressor" or of_face[setting].default == of_core[setting]
         params, comm = model_of(0).parameters(), LocalCommunicator.alone()
         with warnings.catch_warnings():

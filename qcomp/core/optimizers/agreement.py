@@ -14,7 +14,7 @@ from qcomp.core.checkpoint.format import named_arrays, some, to_state_dict
 from qcomp.core.checkpoint.manifest import describe, shared_entries
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import MismatchError
-from qcomp.core.handshake import gather_texts
+from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.numeric.arrays import (
@@ -36,6 +36,7 @@ __all__ = [
     "compare_gradients",
     "compare_new_stage",
     "compare_states",
+    "compare_values",
     "digests",
     "explain_values",
     "facts",
@@ -90,9 +91,9 @@ def settings_of(optimizer: Any) -> dict[str, str]:
     return settings
 
 
-def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
-    """Return each parameter's name and a digest of its elements, which does not depend on the library."""
-    return [(name, digest(p)) for name, p in zip(names, params, strict=True)]
+def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return each parameter's name, shape, and a digest of its elements, which does not depend on the library."""
+    return [(name, tuple(p.shape), digest(p)) for name, p in zip(names, params, strict=True)]
 
 
 def explain_values(held: Sequence[Any]) -> str | None:
@@ -101,16 +102,38 @@ def explain_values(held: Sequence[Any]) -> str | None:
         return None  # their parameters differ, which another message reports
     for of_ranks in zip(*held, strict=True):
         ranks_of = defaultdict(list)
-        for rank, (_, found) in enumerate(of_ranks):
+        for rank, (*_, found) in enumerate(of_ranks):
             ranks_of[found].append(rank)
         if len(ranks_of) > 1:
-            name = of_ranks[0][0]
+            name, shape, _ = of_ranks[0]
             groups = [name_ranks(ranks) for ranks in ranks_of.values()]
             return (
-                f"the parameter {name!r} has one value on {groups[0]}, and others on {'; '.join(groups[1:])}: make "
-                "them alike first, with params = qcomp.comm.broadcast(params, comm)"
+                f"the parameter {name!r} of shape {tuple(shape)} has one value on {groups[0]}, and others on "
+                f"{'; '.join(groups[1:])}: load the same file on every rank, or begin with the values of one, by "
+                "params = qcomp.comm.broadcast(params, comm)"
             )
     return None
+
+
+def compare_values(names: Sequence[str], params: Sequence[Array], size: int, cause: str) -> Stages[None]:
+    """Raise MismatchError on every rank unless all have the same parameters.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The names of the parameters.
+    params : sequence of arrays
+        The parameters.
+    size : int
+        Number of ranks.
+    cause : str
+        Where the error says that they differ, and why they may.
+    """
+    told = {"values": digests(names, params)}
+    try:
+        yield from handshake_stages(told, size=size, like=params[0], explain={"values": explain_values})
+    except MismatchError as error:
+        raise MismatchError(f"{cause}; {error}") from error
 
 
 def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str) -> Stages[None]:

@@ -6,10 +6,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from qcomp.core.errors import MismatchError
-from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, from_host_bytes, host_bytes
-from qcomp.core.optimizers.agreement import digests, explain_values
+from qcomp.core.optimizers.agreement import compare_values
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.outer.settings import ANCHOR
 from qcomp.core.reporting import name_ranks
@@ -41,20 +40,12 @@ def fitting(params: Any, state: OptimizerState) -> list[Array]:
 
 def require_equal(tensors: Sequence[Array], state: OptimizerState, warmup: int) -> Stages[None]:
     """Raise MismatchError on every rank unless the warm-up has left equal parameters on all ranks."""
-    try:
-        yield from handshake_stages(
-            {"values": digests(state.names, tensors)},
-            size=state.size,
-            like=tensors[0],
-            explain={"values": explain_values},
-        )
-    except MismatchError as error:
-        raise MismatchError(
-            f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use "
-            "the gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop "
-            "do, and nothing else may change parameters, such as another optimizer or a forward pass that "
-            f"renormalises; {error}"
-        ) from error
+    cause = (
+        f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use the "
+        "gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop do, and "
+        "nothing else may change parameters, such as another optimizer or a forward pass that renormalises"
+    )
+    yield from compare_values(state.names, tensors, state.size, cause)
 
 
 def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket
 
-from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.comm.torch_dist import over_ranks
 from qcomp.comm.verbs import Verbs
 from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean
@@ -257,7 +257,7 @@ def autotune(
         for name, mean in tuner.methods.items()
         if not mean.lossless
     }
-    comm = TorchCommunicator(model.process_group) if comm is None else comm
+    comm = over_ranks(model.process_group if comm is None else comm)
     tuner.agree(comm, next(model.parameters()).detach(), exact_iterations=exact_iterations)
     for hook in hooks.values():  # raises errors now, and compiles the kernels
         hook.attach(model, comm).leave()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qcomp.comm.torch_dist import TorchCommunicator
+from qcomp.comm.torch_dist import over_ranks
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.compressed_mean import MeanState
@@ -81,7 +81,7 @@ class BucketedStep:
     ) -> None:
         self.params = AveragedParameters(model)
         self.optimizer = _separable(optimizer)
-        self.comm = TorchCommunicator(model.process_group) if comm is None else comm
+        self.comm = over_ranks(model.process_group if comm is None else comm)
         self._deliver = deliver
         self._finish = finish
         self._call_at_end = call_at_end()

@@ -1,0 +1,55 @@
+"""The parameters of all ranks, which must be alike: made so at the start, and compared in some steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qcomp.comm.base import Communicator
+from qcomp.core.mean.stages import Stages, drive
+from qcomp.core.optimizers.agreement import compare_values
+from qcomp.core.optimizers.starting import first_values
+from qcomp.core.state import OptimizerState
+
+__all__ = ["COMPARED", "compare_parameters", "take_first_values"]
+
+COMPARED = frozenset([0, *(10**power for power in range(1, 8))])
+"""The numbers of completed steps after which the ranks compare their parameters."""
+
+
+@torch.no_grad()
+def take_first_values(names: Sequence[str], tensors: Sequence[Any], comm: Communicator) -> None:
+    """Write rank 0's values into the parameters of all ranks, as DistributedDataParallel does; collective.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The names of the parameters.
+    tensors : sequence of Tensor
+        Parameters. If a rank has others, nothing is written.
+    comm : Communicator
+        The ranks.
+    """
+    values = [x.detach() for x in tensors]
+    if comm.size > 1 and not any(hasattr(x, "device_mesh") for x in values):
+        found = drive(first_values(values, tuple(names), rank=comm.rank, size=comm.size), comm)
+        for number, first in found.items():
+            values[number].copy_(first)
+
+
+def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[None]:
+    """Raise MismatchError on every rank if a step begins with other parameters on some.
+
+    Parameters
+    ----------
+    values : sequence of Tensor
+        The parameters, which must be equal on all ranks.
+    state : OptimizerState
+        The state after the last step.
+    """
+    cause = (
+        f"something else than this optimizer has changed parameters on some ranks before step {state.step + 1}: load "
+        "weights on every rank, or before the optimizer is made, which gives all ranks those of rank 0. An Embedding "
+        "with max_norm renormalises the rows that its rank reads: leave max_norm out"
+    )
+    yield from compare_values(state.names, values, state.size, cause)
