@@ -6,7 +6,7 @@ from typing import Any
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.handshake import handshake
 from qcomp.core.mean.stages import Transport, drive, require_communicator
-from qcomp.core.numeric.arrays import array_namespace, as_list, detached, dtype_name
+from qcomp.core.numeric.arrays import array_namespace, as_list, detached, dtype_name, itemsize
 
 __all__ = ["broadcast"]
 
@@ -65,6 +65,8 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
         "shapes": [list(t.shape) for t in tensors],
         "dtypes": [dtype_name(t.dtype) for t in tensors],
     }
+    for name in set(facts["dtypes"]):
+        itemsize(name)  # raises for those that have no portable bytes
     handshake(comm, facts, like=tensors[0])
     copies = drive(broadcast_stages(tensors, root=root, rank=comm.rank, size=comm.size), comm)
     return copies if isinstance(x, list | tuple) else copies[0]

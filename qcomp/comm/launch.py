@@ -87,8 +87,10 @@ def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommun
         _warn_if_alone_among_others(environment)
         return LocalCommunicator.alone()
 
-    from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415  (starts MPI)
-    from qcomp.comm.mpi_library import MPI  # noqa: PLC0415
+    from qcomp.comm.mpi_library import MPI, require_started  # noqa: PLC0415  (starts MPI)
+
+    require_started()
+    from qcomp.comm.mpi import MPICommunicator  # noqa: PLC0415
 
     found = MPI.COMM_WORLD.Get_size()
     if announced is not None and found == 1:

@@ -17,7 +17,7 @@ from qcomp.comm.cuda_buffers import reads_devices, stage
 from qcomp.comm.host import host_name
 from qcomp.comm.lifelines import lifelines
 from qcomp.comm.mpi_exchange import MPIExchange, poll
-from qcomp.comm.mpi_library import MPI
+from qcomp.comm.mpi_library import MPI, require_started
 from qcomp.comm.patience import patience
 from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.core.errors import CommunicatorError
@@ -94,7 +94,7 @@ class MPICommunicator(Verbs):
     ValueError
         If `timeout` or `silence` is not positive, or QCOMP_CUDA_AWARE_MPI neither 0 nor 1.
     CommunicatorError
-        If another rank ends or does not create its own in time, or this is a forked child of a rank.
+        If another rank ends or does not create its own in time, this is a forked child of a rank, or MPI has not begun.
 
     Warns
     -----
@@ -116,6 +116,7 @@ class MPICommunicator(Verbs):
         if not isinstance(comm, MPI.Intracomm):
             raise TypeError(f"comm must be an mpi4py.MPI.Intracomm, got {comm!r}")
         self.timeout, self.silence = patience(timeout=timeout, silence=silence)
+        require_started()
         mpi_exit.require_rank()
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()

@@ -1,14 +1,24 @@
 """Copying the tensors of one rank to all ranks, as pure stages."""
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.stages import AllGather, AllToAll, Stages
-from qcomp.core.numeric.arrays import Array, array_namespace, bytes_of, concat, dtype_name, from_bytes_of
+from qcomp.core.mean.stages import AllGather, AllToAll, Owner, Stages, owned
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    bytes_of,
+    concat,
+    digest,
+    dtype_name,
+    from_bytes_of,
+)
 
-__all__ = ["broadcast_stages"]
+__all__ = ["broadcast_stages", "first_values"]
 
 _MESSAGE_BYTES = 16 << 20
 
@@ -38,6 +48,43 @@ def broadcast_stages(tensors: Sequence[Array], *, root: int, rank: int, size: in
             values = from_bytes_of(buffer, dtype_name(like.dtype))
             copies[number] = array_namespace(like).reshape(values, tuple(like.shape))
     return copies
+
+
+def first_values(
+    tensors: Sequence[Array], names: tuple[str, ...], *, rank: int, size: int
+) -> Stages[dict[int, Array]]:
+    """Return copies of rank 0's parameters by their numbers: of those alone that differ between the ranks.
+
+    If the ranks differ in names, shapes or dtypes it returns none, and the start of an optimizer says more. Sends a
+    digest of each to all others, and of those that differ what `broadcast_stages` sends.
+
+    Parameters
+    ----------
+    tensors : sequence of arrays
+        Parameters, at least one.
+    names : tuple of str
+        Their names.
+    rank, size : int
+        This rank, and the number of ranks.
+    """
+    found = _first_values(tensors, names, rank, size)
+    return (yield from owned(found, Owner("optimizer", 0, names, 0, "init")))
+
+
+def _first_values(
+    tensors: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+) -> Stages[dict[int, Array]]:
+    own = [
+        [name, dtype_name(x.dtype), tuple(x.shape), digest(x)] for name, x in zip(names, tensors, strict=True)
+    ]
+    held = [json.loads(text) for text in (yield from gather_texts(json.dumps(own), size, tensors[0]))]
+    layouts = [[told[:-1] for told in of_rank] for of_rank in held]
+    if any(layout != layouts[0] for layout in layouts):
+        return {}
+    differing = [i for i, told in enumerate(zip(*held, strict=True)) if any(one != told[0] for one in told)]
+    chosen = [tensors[i] for i in differing]
+    copies = yield from broadcast_stages(chosen, root=0, rank=rank, size=size)
+    return dict(zip(differing, copies, strict=True))
 
 
 def _groups(tensors: Sequence[Array]) -> list[list[int]]:

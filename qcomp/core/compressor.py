@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 
 from qcomp.core import primitives
 from qcomp.core.errors import PayloadError
-from qcomp.core.numeric.arrays import Array, compute_dtype_name, detached, dtype_name, require_like
+from qcomp.core.numeric.arrays import (
+    Array,
+    compute_dtype_name,
+    detached,
+    dtype_name,
+    require_dense,
+    require_like,
+)
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.traits import Coder, Traits
@@ -153,6 +160,7 @@ class Compressor(ABC):
             If x holds an infinity, a NaN or a magnitude of 2^100 or more. Not while a compiler traces, since no values
             exist then.
         """
+        require_dense(x, "x")
         own = self.for_shape(tuple(x.shape))
         (x,) = detached([x])
         encoded = primitives.encode(own, x, None, key)
@@ -189,6 +197,7 @@ class Compressor(ABC):
         PayloadError
             If the payload belongs to another compressor or number of elements, or is malformed.
         """
+        require_dense(like, "like")
         own = self.for_shape(tuple(like.shape))
         own.require_own(payload, like, "like")
         if out is not None:
@@ -205,6 +214,7 @@ class Compressor(ABC):
         total : array
             Has as many elements as the payload.
         """
+        require_dense(total, "total")
         own = self.for_shape(tuple(total.shape))
         own.require_own(payload, total, "total")
         return primitives.decode(own, payload, total, out=total, accumulate=True)
@@ -221,6 +231,10 @@ class Compressor(ABC):
         argument : str
             The name of ``like`` in error texts.
         """
+        if not isinstance(payload, Payload):
+            raise TypeError(
+                f"payload is {payload!r:.80}; expected a qcomp.Payload, such as Payload.from_bytes returns"
+            )
         if payload.compressor != self.spec:
             raise PayloadError(
                 f"the payload was made by {payload.compressor}; this compressor is {self.spec}"

@@ -2,7 +2,14 @@
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.numeric.arrays import Array, compute_dtype_name, detached, dtype_name, is_mutable
+from qcomp.core.numeric.arrays import (
+    Array,
+    compute_dtype_name,
+    detached,
+    dtype_name,
+    is_mutable,
+    require_dense,
+)
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
@@ -61,6 +68,8 @@ def compress(
     >>> residual
     array([ 1., -1.], dtype=float32)
     """
+    require_dense(x, "x")
+    require_dense(residual, "residual")
     if tuple(residual.shape) != tuple(x.shape):
         raise ValueError(f"residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
     expected = compute_dtype_name(dtype_name(x.dtype))

@@ -38,6 +38,7 @@ from qcomp.core.numeric.arrays import (
     write_into,
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
+from qcomp.core.numeric.random import require_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,8 +132,8 @@ def encode(
     p = flush(flush(x) + residual); data = C(p); residual' = flush(p - decode(data)). All values of p must be below
     2^100 in magnitude. A coder loses nothing: the residual is that of the plain compressor whose data it shortens.
     """
-    if compressor.traits.random and key is None:
-        raise ValueError(f"key is None; {compressor.spec} draws random numbers and needs a qcomp.Key")
+    if compressor.traits.random:
+        require_key(key, compressor.spec)
     coder = compressor.coder
     if coder is not None:
         plain = encode(coder.plain, x, residual, key, out=out, blend=blend)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from qcomp.comm.base import Communicator
+from qcomp.core.broadcast import first_values
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.agreement import compare_values
-from qcomp.core.optimizers.starting import first_values
 from qcomp.core.state import OptimizerState
 
 __all__ = ["COMPARED", "compare_parameters", "take_first_values"]

@@ -52,7 +52,7 @@ from qcomp.core.numeric.arrays import (
     shaped_like,
     to_compute_dtype,
 )
-from qcomp.core.numeric.random import Key
+from qcomp.core.numeric.random import Key, require_key
 from qcomp.core.rehearsal import rehearse
 
 __all__ = [
@@ -545,10 +545,9 @@ class CompressedMean:
 
     def _require_terms(self, terms: Terms, count: int) -> None:
         """Raise ValueError unless the terms fit each other and the number of tensors."""
-        if terms.key is None:
-            drawing = [c.spec for c in self.compressors if c.traits.random]
-            if drawing:
-                raise ValueError(f"key is None; {drawing[0]} draws random numbers and needs a qcomp.Key")
+        for compressor in self.compressors:
+            if compressor.traits.random:
+                require_key(terms.key, compressor.spec)
         if terms.overwrite and (terms.donate or terms.blends):
             raise ValueError(
                 "overwrite is True; expected False with donate or blends: x is used up for another purpose"

@@ -187,7 +187,9 @@ def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - the cache may only
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element of the dtype with this name."""
+    """Return the bytes of an element of the dtype with this name; raise TypeError if it has no portable bytes."""
+    if name not in _ITEMSIZE:
+        raise TypeError(f"an array has dtype {name}; expected one of {', '.join(_ITEMSIZE)}")
     return _ITEMSIZE[name]
 
 

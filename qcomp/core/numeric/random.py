@@ -25,6 +25,7 @@ __all__ = [
     "draws_are_replaced",
     "philox4x32",
     "replace_draws",
+    "require_key",
     "stream_of",
 ]
 
@@ -228,6 +229,13 @@ def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
         return (value, *(0,) * (count - 1))
     number = int(value)
     return tuple(number >> 32 * i & _MASK32 for i in range(count))
+
+
+def require_key(key: object, spec: str) -> None:
+    """Raise unless a compressor that draws, with this spec string, is given a key: ValueError for None."""
+    if not isinstance(key, Key):
+        error = ValueError if key is None else TypeError
+        raise error(f"key is {key!r}; {spec} draws random numbers and needs a qcomp.Key")
 
 
 def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:

@@ -1,11 +1,9 @@
 """How an optimizer starts: with a first or saved state, once the ranks have compared settings and parameters."""
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.checkpoint.format import (
     TOPOLOGY,
     from_state_dict,
@@ -17,11 +15,11 @@ from qcomp.core.checkpoint.format import (
     require_sizes,
 )
 from qcomp.core.checkpoint.reshard import World, regroup
-from qcomp.core.handshake import gather_texts, handshake_stages
+from qcomp.core.handshake import handshake_stages
 from qcomp.core.mean.nodes import require_rank_in
 from qcomp.core.mean.stages import Owner, Stages, owned
 from qcomp.core.mean.topologies.registry import AUTO
-from qcomp.core.numeric.arrays import Array, dtype_name
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.agreement import (
     choices,
     compare_states,
@@ -38,7 +36,7 @@ from qcomp.core.policies.patterns import require_matches
 from qcomp.core.rehearsal import rehearse
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Place", "begin", "first_values", "names_of", "owner_of", "resume"]
+__all__ = ["Place", "begin", "names_of", "owner_of", "resume"]
 
 Saved = Mapping[str, Any]
 
@@ -74,41 +72,6 @@ def owner_of(optimizer: Any, state: OptimizerState) -> Owner:
     """Return the owner of the exchanges of the next step."""
     doing = f"step {state.step + 1} ({state.stage})"
     return Owner(type(optimizer).__name__, state.number, state.names, state.stream, doing)
-
-
-def first_values(
-    tensors: Sequence[Array], names: tuple[str, ...], *, rank: int, size: int
-) -> Stages[dict[int, Array]]:
-    """Return copies of rank 0's parameters by their numbers: of those alone that differ between the ranks.
-
-    If the ranks differ in shapes or dtypes it returns none, and `begin` says more. Sends a digest of each to all
-    others, and what `broadcast_stages` sends of those that differ.
-
-    Parameters
-    ----------
-    tensors : sequence of arrays
-        Parameters, at least one.
-    names : tuple of str
-        Their names.
-    rank, size : int
-        This rank, and the number of ranks.
-    """
-    found = _first_values(tensors, names, rank, size)
-    return (yield from owned(found, Owner(_ANY_KIND, 0, names, 0, "init")))
-
-
-def _first_values(
-    tensors: Sequence[Array], names: tuple[str, ...], rank: int, size: int
-) -> Stages[dict[int, Array]]:
-    own = [[dtype_name(x.dtype), *told] for x, told in zip(tensors, digests(names, tensors), strict=True)]
-    held = [json.loads(text) for text in (yield from gather_texts(json.dumps(own), size, tensors[0]))]
-    layouts = [[told[:-1] for told in of_rank] for of_rank in held]
-    if any(layout != layouts[0] for layout in layouts):
-        return {}
-    differing = [i for i, told in enumerate(zip(*held, strict=True)) if any(one != told[0] for one in told)]
-    chosen = [tensors[i] for i in differing]
-    copies = yield from broadcast_stages(chosen, root=0, rank=rank, size=size)
-    return dict(zip(differing, copies, strict=True))
 
 
 def begin(
