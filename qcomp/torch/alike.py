@@ -50,6 +50,6 @@ def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[N
     cause = (
         f"something else than this optimizer has changed parameters on some ranks before step {state.step + 1}: load "
         "weights on every rank, or before the optimizer is made, which gives all ranks those of rank 0. An Embedding "
-        "with max_norm renormalises the rows that its rank reads: leave max_norm out"
+        "with max_norm renormalises the rows that its rank reads: leave max_norm out, and renormalise after the step"
     )
     yield from compare_values(state.names, values, state.size, cause)
