@@ -7,8 +7,9 @@ import torch
 
 from qcomp.comm.base import Communicator
 from qcomp.core.broadcast import first_values
+from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import Stages, drive
-from qcomp.core.optimizers.agreement import compare_values
+from qcomp.core.optimizers.agreement import difference_in_values
 from qcomp.core.state import OptimizerState
 
 __all__ = ["COMPARED", "compare_parameters", "take_first_values"]
@@ -47,9 +48,11 @@ def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[N
     state : OptimizerState
         The state after the last step.
     """
-    cause = (
-        f"something else than this optimizer has changed parameters on some ranks before step {state.step + 1}: load "
-        "weights on every rank, or before the optimizer is made, which gives all ranks those of rank 0. An Embedding "
-        "with max_norm renormalises the rows that its rank reads: leave max_norm out, and renormalise after the step"
-    )
-    yield from compare_values(state.names, values, state.size, cause)
+    error = yield from difference_in_values(state.names, values, state.size)
+    if error is not None:
+        raise MismatchError(
+            f"something else than this optimizer has changed parameters on some ranks before step {state.step + 1}: "
+            "load weights on every rank, or before the optimizer is made, which gives all ranks those of rank 0. An "
+            "Embedding with max_norm renormalises the rows that its rank reads: leave max_norm out, and renormalise "
+            f"after the step; {error}"
+        ) from error

@@ -36,7 +36,7 @@ __all__ = [
     "compare_gradients",
     "compare_new_stage",
     "compare_states",
-    "compare_values",
+    "difference_in_values",
     "digests",
     "explain_values",
     "facts",
@@ -115,8 +115,10 @@ def explain_values(held: Sequence[Any]) -> str | None:
     return None
 
 
-def compare_values(names: Sequence[str], params: Sequence[Array], size: int, cause: str) -> Stages[None]:
-    """Raise MismatchError on every rank unless all have the same parameters.
+def difference_in_values(
+    names: Sequence[str], params: Sequence[Array], size: int
+) -> Stages[MismatchError | None]:
+    """Return, on every rank, an error that names a parameter which differs between the ranks; None if all are equal.
 
     Parameters
     ----------
@@ -126,14 +128,13 @@ def compare_values(names: Sequence[str], params: Sequence[Array], size: int, cau
         The parameters.
     size : int
         Number of ranks.
-    cause : str
-        Where the error says that they differ, and why they may.
     """
     told = {"values": digests(names, params)}
     try:
         yield from handshake_stages(told, size=size, like=params[0], explain={"values": explain_values})
     except MismatchError as error:
-        raise MismatchError(f"{cause}; {error}") from error
+        return error
+    return None
 
 
 def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str) -> Stages[None]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.numeric.arrays import Array, compute_dtype_name, dtype_name, from_host_bytes, host_bytes
-from qcomp.core.optimizers.agreement import compare_values
+from qcomp.core.optimizers.agreement import difference_in_values
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.outer.settings import ANCHOR
 from qcomp.core.reporting import name_ranks
@@ -40,12 +40,14 @@ def fitting(params: Any, state: OptimizerState) -> list[Array]:
 
 def require_equal(tensors: Sequence[Array], state: OptimizerState, warmup: int) -> Stages[None]:
     """Raise MismatchError on every rank unless the warm-up has left equal parameters on all ranks."""
-    cause = (
-        f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use the "
-        "gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop do, and "
-        "nothing else may change parameters, such as another optimizer or a forward pass that renormalises"
-    )
-    yield from compare_values(state.names, tensors, state.size, cause)
+    error = yield from difference_in_values(state.names, tensors, state.size)
+    if error is not None:
+        raise MismatchError(
+            f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use "
+            "the gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop "
+            "do, and nothing else may change parameters, such as another optimizer or a forward pass that "
+            f"renormalises; {error}"
+        ) from error
 
 
 def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
