@@ -79,8 +79,8 @@ def default_store() -> Any:
 def timeout_of(group: Any) -> float | None:
     """Return the seconds that the exchanges of a process group may take, or None if torch does not tell."""
     device = torch.device("cuda" if "nccl" in str(torch.distributed.get_backend_config(group)) else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
+    backend = _require(group, "_get_backend", "wait as long as a process group does")(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return None if timeout is None else float(timeout.total_seconds())
 
 

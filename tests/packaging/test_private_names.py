@@ -25,6 +25,7 @@ PRIVATE = PACKAGE / "private_names"
 ATTRIBUTES = [
     "torch:Tensor._version",
     "torch.autograd:Variable._execution_engine.queue_callback",
+    "torch.distributed:ProcessGroup._get_backend",
     "torch.distributed.distributed_c10d:_get_default_store",
     "numba.core.caching:CompileResultCacheImpl._locator_classes",
     "numba.core.caching:FunctionCache._impl_class",
@@ -47,13 +48,15 @@ USED = {
     "_getvalue",
     "_orig_mod",
     "_step_supports_amp_scaling",
+    "_timeout",
     "enable",
     "found_inf",
     "grad_scale",
     "hooked",
     "is_first_joinable",
+    "options",
 }
-"""Names whose use is tested below, or by the tests of `Join` and of outer loops."""
+"""Names whose use is tested below, or by the tests of `Join`, of outer loops and of timeouts."""
 LISTED = USED | {part for name in ATTRIBUTES + OF_FSDP + STORED for part in re.split("[.:]", name)[1:]}
 
 PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
