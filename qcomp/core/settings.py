@@ -6,10 +6,12 @@ from typing import Any
 
 __all__ = ["plain_numbers"]
 
+_PAIR = tuple[float, float]
 _EXPECTED: dict[Any, str] = {
     float: "a number",
     float | None: "a number, or None",
-    tuple[float, float]: "two numbers",
+    _PAIR: "two numbers",
+    _PAIR | None: "two numbers, or None",
 }
 
 
@@ -22,7 +24,7 @@ def plain_numbers(settings: Any) -> None:
     """
     for field in fields(settings):
         given, kind = getattr(settings, field.name), _introduced_as(type(settings), field.name)
-        pair = kind == tuple[float, float] and isinstance(given, list | tuple)
+        pair = kind in (_PAIR, _PAIR | None) and isinstance(given, list | tuple)
         plain = tuple(map(_plain, given)) if pair else _plain(given)
         if kind in _EXPECTED and not _fits(plain, kind):
             has_array = any(hasattr(x, "shape") for x in (plain if pair else [plain]))
@@ -47,8 +49,8 @@ def _plain(value: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if kind == tuple[float, float]:
-        return isinstance(value, tuple) and all(_fits(each, float) for each in value)
     if value is None:
-        return bool(kind == float | None)
+        return kind in (float | None, _PAIR | None)
+    if kind in (_PAIR, _PAIR | None):
+        return isinstance(value, tuple) and all(_fits(each, float) for each in value)
     return isinstance(value, int | float) and not isinstance(value, bool)

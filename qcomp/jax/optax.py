@@ -21,7 +21,7 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.numeric.arrays import compute_dtype_name
-from qcomp.core.optimizers.adam import Adam, corrected
+from qcomp.core.optimizers.adam import Adam, divided
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -191,7 +191,7 @@ def scale_by_onebit_adam(
             moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
             direction, momentum, variance = map(list, zip(*moved, strict=True))
             exact = mean.keeps_exact(updates)
-            frozen = floored(corrected(variance, b2, freeze), exact, variance_floor)
+            frozen = floored(divided(variance, [1 - b2**freeze] * len(variance)), exact, variance_floor)
             variance = [jnp.where(count == freeze, f, v) for f, v in zip(frozen, variance, strict=True)]
             return direction, momentum, variance, residuals, accepted
 

@@ -176,10 +176,10 @@ class OneBitAdam(_FrozenVarianceAdam):
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
-        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
-        change between steps.
+        Decay rates of the momentum and the variance, each from 0 to below 1. Each group may have its own; the first
+        may change between steps.
     eps : float, default 1e-8
-        Added to the square root of the variance, >= 0. The same in all groups.
+        Added to the square root of the variance, >= 0. Each group may have its own.
     weight_decay : float, default 0
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
@@ -249,10 +249,10 @@ class OneBitLamb(AveragingOptimizer):
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
-        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
-        change between steps.
+        Decay rates of the momentum and the variance, each from 0 to below 1. Each group may have its own; the first
+        may change between steps.
     eps : float, default 1e-8
-        Added to the square root of the variance, >= 0. The same in all groups.
+        Added to the square root of the variance, >= 0. Each group may have its own.
     weight_decay : float, default 0
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
@@ -376,10 +376,10 @@ class QAdam(_FrozenVarianceAdam):
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
-        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
-        change between steps.
+        Decay rates of the momentum and the variance, each from 0 to below 1. Each group may have its own; the first
+        may change between steps.
     eps : float, default 1e-8
-        Added to the square root of the variance, >= 0. The same in all groups.
+        Added to the square root of the variance, >= 0. Each group may have its own.
     weight_decay : float, default 0
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
@@ -494,10 +494,10 @@ class ZeroOneAdam(AveragingOptimizer):
     lr : float, default 1e-3
         Learning rate, a finite number >= 0. Each group has its own, which schedulers may change.
     betas : tuple of two floats, default (0.9, 0.999)
-        Decay rates of the momentum and the variance, each from 0 to below 1. The same in all groups; the first may
-        change between steps.
+        Decay rates of the momentum and the variance, each from 0 to below 1. Each group may have its own; the first
+        may change between steps.
     eps : float, default 1e-8
-        Added to the square root of the variance, >= 0. The same in all groups.
+        Added to the square root of the variance, >= 0. Each group may have its own.
     weight_decay : float, default 0
         Weight decay coefficient, >= 0. Each group has its own, decoupled as in ``torch.optim.AdamW``.
     freeze : int or FreezeRule, optional

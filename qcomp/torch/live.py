@@ -15,6 +15,9 @@ from qcomp.core.policies.exact_below import ExactPolicy, Tensor
 
 __all__ = ["LiveSettings", "compressors_of", "exact_of", "split_last_rate"]
 
+OF_GROUPS = ("betas", "eps")
+"""The settings, besides the rate and the decay, that may differ between groups."""
+
 _LAST_RATE = "last_lr"
 """The key of the rate in the last step, in saved groups."""
 
@@ -29,7 +32,8 @@ class LiveSettings:
     names : sequence of sequence of str
         The names of the parameters in each group.
     shared : sequence of str
-        The keys of param_groups, besides lr and weight_decay, that are read in every step; equal in all groups.
+        The keys of param_groups, besides lr and weight_decay, that are read in every step; equal in all groups, except
+        for ``betas`` and ``eps``.
     last_rate : float, optional
         The largest learning rate in the last step, if it is known.
     """
@@ -83,20 +87,26 @@ class LiveSettings:
             If a value is out of range, or differs between groups where it must not.
         """
         rates, decays = _not_negative(groups, "lr"), _not_negative(groups, "weight_decay")
-        shared = {key: _shared(groups, key) for key in self._shared}
+        others = {key: _of_each(groups, key) for key in self._shared}
+        shared = {key: next(x for x in values if x is not None) for key, values in others.items()}
+        own = {k: tuple(None if x == shared[k] else x for x in values) for k, values in others.items()}
+        differing = {f"{k} of groups": others[k] for k in own if any(x is not None for x in own[k])}
         self._rate.advance(step, max(rates))
-        self.text = ", ".join(f"{k}={v}" for k, v in {"lr": rates, "weight_decay": decays, **shared}.items())
+        told = {"lr": rates, "weight_decay": decays, **shared, **differing}
+        self.text = ", ".join(f"{k}={v}" for k, v in told.items())
         factors = tuple(rate / max(rates) if max(rates) else 1.0 for rate in rates)
-        values = (factors, decays, *shared.values())
+        values = (factors, decays, *others.values())
         if self._optimizer is not None and values == self._values:
             return self._optimizer
+        nothing = (None,) * len(groups)
+        of_groups = zip(factors, decays, *(own.get(key, nothing) for key in OF_GROUPS), strict=True)
         found = self._make(
             learning_rate=self._rate,
             weight_decay=decays[0],
             groups=tuple(
-                Group(tuple(names), factor, decay)
-                for names, factor, decay in zip(self._names, factors, decays, strict=True)
-                if names and (factor, decay) != (1.0, decays[0])
+                _group(number, names, settings)
+                for number, (names, settings) in enumerate(zip(self._names, of_groups, strict=True))
+                if names and settings != (1.0, decays[0], None, None)
             ),
             **shared,
         )
@@ -142,26 +152,43 @@ def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float,
     return tuple(found)
 
 
-def _shared(groups: Sequence[Mapping[str, Any]], key: str) -> Any:
+def _of_each(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[Any, ...]:
+    """Return the setting of each group under a key; None for a group that does not read it, if some do.
+
+    Raises
+    ------
+    ValueError
+        If a group lacks it, or if it differs between groups and must not.
+    """
     for number, group in enumerate(groups):
         if key not in group:
-            raise ValueError(f"param_groups[{number}] lacks {key}; expected one value for all groups")
-    readers = [(number, group) for number, group in enumerate(groups) if _reads(group, key)]
-    (place, group), *_ = readers = readers or list(enumerate(groups))
-    first = group[key]
-    for number, group in readers:
-        if getattr(group[key], "shape", ()):
+            raise ValueError(f"param_groups[{number}] lacks {key}; expected a value for each group")
+    readers = [number for number, group in enumerate(groups) if _reads(group, key)] or range(len(groups))
+    found: list[Any] = [None] * len(groups)
+    for number in readers:
+        value, first = groups[number][key], groups[readers[0]][key]
+        if value is None:
+            raise TypeError(f"param_groups[{number}] has {key}=None; expected a value")
+        if getattr(value, "shape", ()):
             raise TypeError(
-                f"param_groups[{number}] has {key}={group[key]!r:.200}; expected numbers: take them out of the tensor "
+                f"param_groups[{number}] has {key}={value!r:.200}; expected numbers: take them out of the tensor "
                 "with tolist()"
             )
-        if group[key] != first:
+        if value != first and key not in OF_GROUPS:
             raise ValueError(
-                f"param_groups[{number}] has {key}={group[key]!r:.200}, param_groups[{place}] has {first!r:.200}; "
-                "expected one value for all groups, which are averaged in the same messages: use an optimizer for each "
-                "value"
+                f"param_groups[{number}] has {key}={value!r:.200}, param_groups[{readers[0]}] has {first!r:.200}; "
+                f"expected one {key} for all groups of an optimizer: make another, with another seed, for each value"
             )
-    return tuple(first) if isinstance(first, list) else first
+        found[number] = tuple(value) if isinstance(value, list) else value
+    return tuple(found)
+
+
+def _group(number: int, names: Sequence[str], settings: Sequence[Any]) -> Group:
+    """Return the settings of a group for the core."""
+    try:
+        return Group(tuple(names), *settings)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"param_groups[{number}]: {error}") from error
 
 
 def _reads(group: Mapping[str, Any], key: str) -> bool:

@@ -66,9 +66,9 @@ class Muon(AveragingOptimizer):
         The learning rate of AdamW, as a factor of that of the group. None, the default, is 1 with
         ``adjust_lr_fn="match_rms_adamw"``, or if a group has ``use_muon=False``; else 0.1.
     betas : tuple of two floats, default (0.9, 0.999)
-        Decay rates of AdamW's momentum and variance, each from 0 to below 1. The same in all groups.
+        Decay rates of AdamW's momentum and variance, each from 0 to below 1. Each group may have its own.
     eps : float, default 1e-8
-        Added to the square root of AdamW's variance, >= 0. The same in all groups.
+        Added to the square root of AdamW's variance, >= 0. Each group may have its own.
     compressor : Compressor, default LloydMax(bits=4)
         Compresses the gradients of the matrices.
     update_compressor : Compressor, default ScaledSign(scale="rms")

@@ -73,7 +73,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
-    """The keys of param_groups that must be equal in all groups; read in every step."""
+    """The keys of param_groups besides lr and weight_decay that are read in every step; see `LiveSettings`."""
 
     fixed: ClassVar[tuple[str, ...]] = ("compressor", "exact")
     """The keys of param_groups that stay as they are from the first step on, and that are not plain values."""
@@ -243,7 +243,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         Raises
         ------
         RuntimeError
-            After the first step: all parameters share one count of steps, and with it warm-up and bias corrections.
+            After the first step: all parameters of an optimizer share one warm-up.
         ValueError
             If it has a setting that nothing reads there.
         """
@@ -254,9 +254,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             )
         if state is not None and state.step:
             raise RuntimeError(
-                f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one count "
-                "of steps, on which warm-up and bias corrections depend: add groups before the first step, or make "
-                "another optimizer for them"
+                f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
+                "warm-up: add groups before the first step, or make another optimizer for them"
             )
         if isinstance(param_group, dict):  # torch says what it expected otherwise
             of_all = inspect.signature(type(self)).parameters.keys() - self.defaults.keys()

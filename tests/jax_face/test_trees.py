@@ -16,6 +16,7 @@ jnp = jax.numpy
 
 ALONE = qcomp.comm.LocalCommunicator.alone
 OPT = qcomp.OneBitAdam(learning_rate=0.1, freeze=2, betas=(0.9, 0.9), exact=None, watch=None)
+pytestmark = pytest.mark.filterwarnings("ignore:all gradients of .* were 0 in the first")
 
 
 def params_of(seed=0):

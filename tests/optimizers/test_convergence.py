@@ -263,7 +263,7 @@ class TestOneBitAdam:
             assert all(len(parts) == 1 for parts in asked)
             values = np.stack([averaged(parts[0]) for parts in asked])
             average = mean(values) if state.stage == "compressed" else values.mean(axis=0)
-            (problem.x,), state = opt.apply([problem.x], Means((average,), state.exchange), state)
+            (problem.x,), state = opt.finish([problem.x], Means((average,), state.exchange), state)
         assert (state.stage, state.step) == ("compressed", problem.STEPS)
         assert problem.value() < 3 * value_of_exact_adam()
         assert problem.farthest() < 0.05

@@ -87,6 +87,92 @@ def test_the_last_match_is_caught(job, grads, monkeypatch):
             check_side_by_side(job, grads, OPTIMIZERS["sgd"], 1)
 
 
+OWN_BETAS = (
+    Group("*.bias", betas=(0.5, 0.75), eps=1e-3),
+    Group("last.*", betas=(0.8, 0.99)),
+    Group("body.*", weight_decay=0.0, eps=1e-5),
+)
+BETAS: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-7}
+FROZEN: dict[str, Any] = BETAS | {"freeze": 3, "exact": None, "compressor": SIGN}
+WITH_BETAS = {
+    "adam": qcomp.Adam(**BETAS),
+    "coupled": qcomp.Adam(**BETAS, decoupled_weight_decay=False),
+    "lamb": qcomp.Lamb(**BETAS),
+    "1-bit": qcomp.OneBitAdam(**FROZEN),
+    "1-bit coupled": qcomp.OneBitAdam(**FROZEN, decoupled_weight_decay=False),
+    "1-bit lamb": qcomp.OneBitLamb(**FROZEN),
+    "qadam": qcomp.QAdam(
+        **FROZEN | {"compressor": qcomp.MinMaxUInt8(16)}, variance_steps=lambda step: step % 2 == 0
+    ),
+    "0/1": qcomp.ZeroOneAdam(
+        **FROZEN, variance_steps=lambda step: step < 3, sync_steps=qcomp.LocalSteps(double_every=1, longest=2)
+    ),
+    "lion": qcomp.Lion(learning_rate=0.01, weight_decay=0.2),
+    "muon": qcomp.Muon(**BETAS, others=("*",)),
+}
+
+
+@pytest.mark.quick_cases(6)
+@pytest.mark.filterwarnings(
+    "ignore:(AdamW moves all|Muon orthogonalises nothing|the variance is frozen after 3 steps, but)"
+)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", WITH_BETAS)
+def test_betas_and_eps_of_groups_are_those_of_optimizers_side_by_side(job, grads, name, size):
+    """Bit for bit, except where a number of all tensors rounds: a scale of 1-bit LAMB, the weights of 0/1 Adam."""
+    opt, start = WITH_BETAS[name], draw(grads, 99, 0)
+    size = 1 if name == "0/1" else size  # between synchronisations ranks are apart
+    own = OWN_BETAS if name != "lion" else [replace(group, eps=None) for group in OWN_BETAS]
+    together = job(replace(opt, groups=own), start, size, NAMES)
+    each = []
+    for tensor, p in zip(NAMES, start, strict=True):
+        (group,) = module.group_of_each(tuple(own), (tensor,))
+        settings = {key: getattr(group, key) for key in ("betas", "eps", "weight_decay")}
+        each.append(job(replace(opt, **{k: x for k, x in settings.items() if x is not None}), [p], size))
+    for step in range(8):
+        of_ranks = [draw(grads, rank, step) for rank in range(size)]
+        together.step(of_ranks)
+        for i, run in enumerate(each):
+            run.step([[g[i]] for g in of_ranks])
+            found, expected = together.params[0][i], run.params[0][0]
+            if name in ("1-bit lamb", "0/1"):
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+            else:
+                assert found.tobytes() == expected.tobytes()
+    assert together.state.stage == run.state.stage
+
+
+@pytest.mark.parametrize("kind", [qcomp.SGD, qcomp.CompressedSGD, qcomp.EF21SGD, qcomp.QSVRG, qcomp.Lion])
+def test_settings_of_groups_that_an_optimizer_does_not_read_are_refused(kind):
+    with pytest.raises(
+        ValueError,
+        match=rf"eps of the group 'x' is 0.1; expected None: {kind.__name__} has one value for all",
+    ):
+        kind(learning_rate=0.1, groups=[Group("x", eps=0.1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas is \(0.9, 1.0\); expected two numbers from 0 to below 1"),
+        ({"betas": (0.9,)}, ValueError, r"betas is \(0.9,\)"),
+        ({"betas": 0.9}, TypeError, "betas is 0.9; expected two numbers, or None"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0; expected a number >= 0"),
+        ({"eps": "small"}, TypeError, "eps is 'small'; expected a number, or None"),
+    ],
+)
+def test_wrong_betas_and_eps_of_groups(settings, error, text):
+    with pytest.raises(error, match=text):
+        Group("x", **settings)
+
+
+def test_records_of_groups_without_betas_read_as_before():
+    """A saved state has the text, and loading warns of another one."""
+    assert repr(Group("x", 0.5)) == "Group(pattern='x', learning_rate_factor=0.5, weight_decay=None)"
+    assert repr(Group("x", eps=1e-5)).endswith("weight_decay=None, eps=1e-05)")
+    assert repr(Group("x", betas=[0.5, np.float32(0.5)])).endswith("weight_decay=None, betas=(0.5, 0.5))")
+
+
 def every_optimizer() -> list[type[qcomp.Optimizer]]:
     """Return all public optimizers."""
     values = [getattr(qcomp, name) for name in qcomp.__all__]

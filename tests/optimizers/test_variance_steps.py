@@ -141,7 +141,7 @@ def test_steps_stay_short_where_gradients_come_and_go():
         variance = (np.ones(10_000),)
         for _ in range(4):
             g = rng.standard_normal(10_000)
-            variance = measured(variance, [g], [True], kept=kept, floor=0.0)
+            variance = measured(variance, [g], [True], kept=[kept], floor=0.0)
         return np.sqrt(np.mean(1 / variance[0]))
 
     assert longest_moves(kept_after(0.999, 10**6)) < 1.5

@@ -88,10 +88,10 @@ class TestReference:
     def test_another_decay_is_caught(self, job, grads, monkeypatch, break_it):
         decayed = Adam.decayed
 
-        def broken(self, values, params, state, *, factor=1.0):
+        def broken(self, values, params, state, *, of_momenta=False):
             if break_it == "not at all" and state.stage == "compressed":
                 return tuple(values)
-            return decayed(self, values, params, state, factor=1.0)
+            return decayed(self, values, params, state)
 
         monkeypatch.setattr(Adam, "decayed", broken)
         with pytest.raises(AssertionError):

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,7 @@ class DeepSpeedOptimizer(Optimizer):
         state: OptimizerState,
         *,
         donate: bool,  # noqa: ARG002 - these steps make new arrays
+        left_out: Collection[int],  # noqa: ARG002 - DeepSpeed moves all
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
         gradients = as_gradients(grads, tensors, state.names)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
 from qcomp.compat.deepspeed.onebit_adam import require_step
@@ -87,17 +86,6 @@ class ZeroOneAdam(DeepSpeedOptimizer):
             return super().enter(state, stage)
         zeros = tuple(array_namespace(m).zeros_like(m) for m in state.momentum)
         return state._replace(stage=stage, arrays={**self._errors(state), _ACCUMULATOR: zeros})
-
-    def stages(
-        self,
-        params: Any,
-        grads: Any,
-        state: OptimizerState,
-        *,
-        donate: bool = False,
-    ) -> Stages[tuple[Any, OptimizerState]]:
-        """Make one step as a generator of pure stages; in a step without a synchronisation it yields nothing."""
-        return (yield from super().stages(params, grads, state, donate=donate))
 
     def _advance(
         self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState

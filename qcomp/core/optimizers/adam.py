@@ -1,18 +1,24 @@
 """Adam on the exact mean gradient: the baseline, and the warm-up of the frozen-variance optimizers."""
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 from qcomp.core import primitives
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import Array, divide, to_compute_dtype
+from qcomp.core.numeric.sums import totals
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.groups import require_betas, require_eps, setting_of_each
+from qcomp.core.optimizers.own_counts import own_counts
 from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Adam", "corrected", "rate_rises"]
+__all__ = ["Adam", "bias_corrections", "corrected_sum", "divided", "rate_rises"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +66,16 @@ class Adam(Optimizer):
     array([ 0.9, -0.9])
     """
 
+    of_groups = ("betas", "eps")
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decoupled_weight_decay: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas is {self.betas!r}; expected two numbers from 0 to below 1")
-        if not self.eps >= 0:
-            raise ValueError(f"eps is {self.eps!r}; expected a number >= 0")
+        require_betas(self.betas)
+        require_eps(self.eps)
         if type(self.decoupled_weight_decay) is not bool:
             raise TypeError(
                 f"decoupled_weight_decay is {self.decoupled_weight_decay!r}; expected True or False"
@@ -103,12 +109,15 @@ class Adam(Optimizer):
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update both moments with the mean gradient, and the parameters with them."""
-        return self.exact_step(params, means, state, correction=1 - self.betas[1] ** (state.step + 1))
+        counts = own_counts(state, state.step + 1)
+        return self.exact_step(
+            params, means, state, corrections=bias_corrections(self.betas_of(state), 1, counts)
+        )
 
     def exact_step(
-        self, params: Any, means: Means, state: OptimizerState, *, correction: float
+        self, params: Any, means: Means, state: OptimizerState, *, corrections: Sequence[float]
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step with this bias correction of the variance.
+        """Make a step with these bias corrections of the variance.
 
         Parameters
         ----------
@@ -118,12 +127,14 @@ class Adam(Optimizer):
             The exact means of the gradients.
         state : OptimizerState
             The state of the last step.
-        correction : float
-            Divisor of the variance.
+        corrections : sequence of float
+            The divisor of each tensor's variance.
         """
         numbers = [
-            AdamNumbers(self.betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
-            for step, decay in zip(self.numbers(state), self.weight_decays(state), strict=True)
+            AdamNumbers(betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
+            for betas, correction, step, decay in zip(
+                self.betas_of(state), corrections, self.numbers(state), self.weight_decays(state), strict=True
+            )
         ]
         moved = primitives.adam_steps(
             as_tensors(params, "params"),
@@ -143,9 +154,9 @@ class Adam(Optimizer):
         params: Sequence[Array],
         state: OptimizerState,
         *,
-        factor: float = 1.0,
+        of_momenta: bool = False,
     ) -> tuple[Array, ...]:
-        """Return values plus factor * weight_decay * params, if weight decay is part of the gradient.
+        """Return values plus weight_decay * params, if weight decay is part of the gradient.
 
         Parameters
         ----------
@@ -153,15 +164,37 @@ class Adam(Optimizer):
             Gradients or momenta, and the parameters.
         state : OptimizerState
             The state of the last step.
-        factor : float
-            The weight of a gradient in the values.
+        of_momenta : bool
+            Whether the values are momenta, in which a gradient has the weight 1 - b1, and so has its decay.
         """
         if self.decoupled_weight_decay:
             return tuple(values)
+        settings = zip(self.betas_of(state), self.weight_decays(state), strict=True)
+        weights = [(1 - beta1 if of_momenta else 1.0) * decay for (beta1, _), decay in settings]
         return tuple(
-            v + (factor * decay) * to_compute_dtype(p) if decay else v
-            for v, p, decay in zip(values, params, self.weight_decays(state), strict=True)
+            v + weight * to_compute_dtype(p) if weight else v
+            for v, p, weight in zip(values, params, weights, strict=True)
         )
+
+    def betas_of(self, state: OptimizerState) -> tuple[tuple[float, float], ...]:
+        """Return the decay rates of each tensor.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        return setting_of_each(tuple(self.groups), state.names, "betas", self.betas)
+
+    def slowest(self, state: OptimizerState) -> float:
+        """Return the largest decay rate of a variance, with which freeze rules and watches measure time.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        return max(beta2 for _, beta2 in self.betas_of(state))
 
     def numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
         """Return the `StepNumbers` of each tensor for the next step.
@@ -171,18 +204,53 @@ class Adam(Optimizer):
         state : OptimizerState
             The state of the last step.
         """
-        correction = 1 - self.betas[0] ** (state.step + 1)
+        settings = zip(
+            self.rates(state),
+            setting_of_each(tuple(self.groups), state.names, "betas", self.betas),
+            own_counts(state, state.step + 1),
+            setting_of_each(tuple(self.groups), state.names, "eps", self.eps),
+            self.weight_decays(state),
+            strict=True,
+        )
         return tuple(
             [
-                StepNumbers(rate, correction, self.eps, decay if self.decoupled_weight_decay else 0.0)
-                for rate, decay in zip(self.rates(state), self.weight_decays(state), strict=True)
+                StepNumbers(rate, 1 - beta1**count, eps, decay if self.decoupled_weight_decay else 0.0)
+                for rate, (beta1, _), count, eps, decay in settings
             ]
         )
 
 
-def corrected(variance: Sequence[Array], beta2: float, updates: int) -> tuple[Array, ...]:
-    """Return the variance divided by 1 - b2^updates."""
-    return tuple(each_in_blocks(lambda v: divide(v, 1 - beta2**updates), variance))
+def bias_corrections(betas: Sequence[tuple[float, float]], which: int, counts: Sequence[int]) -> list[float]:
+    """Return the bias corrections 1 - b^count of some tensors, at least those of one step.
+
+    Parameters
+    ----------
+    betas : sequence of pairs of float
+        The decay rates of each tensor.
+    which : int
+        0 for those of the momentum, 1 for those of the variance.
+    counts : sequence of int
+        How often each tensor's moments have been updated.
+    """
+    return [1 - pair[which] ** max(1, count) for pair, count in zip(betas, counts, strict=True)]
+
+
+def divided(variance: Sequence[Array], divisors: Sequence[float]) -> tuple[Array, ...]:
+    """Return the variance of each tensor divided by its bias correction."""
+    pairs = zip(variance, divisors, strict=True)
+    return tuple([each_in_blocks(partial(_over, divisor), [v])[0] for v, divisor in pairs])
+
+
+def corrected_sum(variance: Sequence[Array], divisors: Sequence[float]) -> float:
+    """Return the sum of all elements of the variance after bias correction, the same on all ranks bit for bit."""
+    sums: dict[float, float] = defaultdict(float)
+    for of_tensor, divisor in zip(totals(variance), divisors, strict=True):  # in a fixed order
+        sums[divisor] += of_tensor
+    return math.fsum(x / divisor for divisor, x in sums.items())
+
+
+def _over(divisor: float, v: Array) -> Array:
+    return divide(v, divisor)
 
 
 def rate_rises(optimizer: Optimizer, state: OptimizerState) -> bool:

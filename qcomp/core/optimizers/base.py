@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Real
@@ -20,10 +20,11 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
 from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
-from qcomp.core.optimizers.groups import Group, as_groups, group_of_each
+from qcomp.core.optimizers.groups import Group, as_groups, group_of_each, setting_of_each
 from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.moved_zeros import keeps_zeros, look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.optimizers.own_counts import without
 from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.settings import plain_numbers
@@ -56,6 +57,8 @@ class Optimizer(TakesAveraging, ABC):
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     """
 
+    of_groups = tuple[str, ...]()
+    """The settings that a `Group` may replace, besides learning rate and weight decay."""
     compares_gradients = True
     """Whether a first step warns if all ranks have the same gradients."""
     mixes_elements = False
@@ -81,6 +84,10 @@ class Optimizer(TakesAveraging, ABC):
         _require("seed", seed, fits, "an integer from 0 to 2**64 - 1")
         _require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
         object.__setattr__(self, "groups", as_groups(self.groups))
+        for group in self.groups:
+            for name in {"betas", "eps"}.difference(self.of_groups):
+                value, expected = getattr(group, name), f"None: {type(self).__name__} has one value for all"
+                _require(f"{name} of the group {group.pattern!r}", value, value is None, expected)
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
     @cached_property
@@ -212,6 +219,50 @@ class Optimizer(TakesAveraging, ABC):
             The state of the last step.
         """
 
+    def counts(self, state: OptimizerState) -> Mapping[str, float]:
+        """Return what each tensor counts for itself, by name; a tensor that no rank uses in a step does not count it.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
+        return {"steps": state.step}
+
+    def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:  # noqa: ARG002
+        """Return the state that the next step begins with, perhaps in another stage; called after each `apply`.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state that `apply` has returned.
+        before : OptimizerState
+            The state that `apply` was given, whose arrays may have been overwritten.
+        """
+        return state
+
+    def finish(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
+        """Return the parameters and the state after this step: `apply`, then `advance`.
+
+        Tensors in ``means.left_out`` stay as they are, with their moments, residuals and counts.
+
+        Parameters
+        ----------
+        params : array or sequence of arrays
+            The parameters.
+        means : Means
+            The averages that `prepare` requested.
+        state : OptimizerState
+            The state of the last step.
+        """
+        new_params, new_state = self.apply(params, means, state)
+        # While the ranks are apart, zeros stand for every missing gradient.
+        if means.left_out and not (self.apart(state.stage) or self.apart(new_state.stage)):
+            pairs = enumerate(zip(params, new_params, strict=True))
+            new_params = [p if number in means.left_out else new for number, (p, new) in pairs]
+            new_state = without(self, means.left_out, state, new_state)
+        return new_params, self.advance(new_state, state)
+
     def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
         """Return the state before the first step, after verifying that all ranks were started alike.
 
@@ -313,7 +364,13 @@ class Optimizer(TakesAveraging, ABC):
         return drive(self.stages(params, grads, state, donate=donate), comm)
 
     def stages(
-        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        *,
+        donate: bool = False,
+        left_out: Collection[int] = (),
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages, for callers that move the buffers themselves.
 
@@ -325,11 +382,15 @@ class Optimizer(TakesAveraging, ABC):
             From `init` or the last step.
         donate : bool
             As for `step`.
+        left_out : collection of int
+            The parameters that stay as they are, because no rank has a gradient of them. Read when the exchange has
+            ended, so that the caller may learn it beside the exchange.
         """
-        return (yield from owned(self._stages(params, grads, state, donate=donate), owner_of(self, state)))
+        stages = self._stages(params, grads, state, donate=donate, left_out=left_out)
+        return (yield from owned(stages, owner_of(self, state)))
 
     def _stages(
-        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool
+        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool, left_out: Collection[int]
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
         self.require_own(tensors, state)
@@ -349,7 +410,10 @@ class Optimizer(TakesAveraging, ABC):
             after = look_at(means.values, state.exact, sample=sample)
             found = yield from moved_zeros(before, after, state, tensors[0])
             warn_of_moved_zeros(found, self.mean_of(state))
-        new_params, new_state = self.apply(tensors, means._replace(donate=donate), state)
+        if len(left_out) == len(tensors):  # so there is no step
+            return as_given(tensors, params), state
+        means = means._replace(donate=donate, left_out=frozenset(left_out))
+        new_params, new_state = self.finish(tensors, means, state)
         yield from compare_new_stage(self, state, new_state, tensors[0])
         return as_given(new_params, params), new_state
 
@@ -528,12 +592,7 @@ class Optimizer(TakesAveraging, ABC):
         state : OptimizerState
             The state of the last step.
         """
-        return tuple(
-            [
-                self.weight_decay if g.weight_decay is None else g.weight_decay
-                for g in group_of_each(tuple(self.groups), state.names)
-            ]
-        )
+        return setting_of_each(tuple(self.groups), state.names, "weight_decay", self.weight_decay)
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
         """Return the factor that brings sqrt(mean_i |g_i|^2) down to ``clip_norm``, the same on all ranks.

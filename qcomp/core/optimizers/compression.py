@@ -54,6 +54,8 @@ class Means(NamedTuple):
     """This rank's own values, from `Average.own`."""
     donate: bool = False
     """Whether `Optimizer.apply` may write over the parameters and the state that it is given."""
+    left_out: frozenset[int] = frozenset()
+    """The tensors of which no rank has a gradient; `Optimizer.finish` leaves them as they are."""
 
 
 class Average(NamedTuple):

@@ -1,13 +1,26 @@
 """Rules that decide when an optimizer freezes its variance."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from qcomp.core.checkpoint.format import some
+from qcomp.core.numeric.sums import totals
 from qcomp.core.reporting import warn_caller
 from qcomp.core.settings import plain_numbers
+from qcomp.core.state import OptimizerState
 
-__all__ = ["FreezeAt", "FreezeRule", "Observation", "VarianceStable", "ask", "freeze_rule", "warn_if_early"]
+__all__ = [
+    "FreezeAt",
+    "FreezeRule",
+    "Observation",
+    "VarianceStable",
+    "ask",
+    "freeze_rule",
+    "warn_if_early",
+    "warn_of_zeros",
+]
 
 _PATIENCE = 10
 """Windows of 1 / (1 - b2) steps without a freeze before the warning."""
@@ -201,4 +214,26 @@ def warn_if_early(rule: FreezeRule, beta2: float, optimizer: str) -> None:
         warn_caller(
             f"the variance is frozen after {rule.step} steps, but averages over 1 / (1 - b2) = {window}: {optimizer} "
             f"expects a freeze after at least {-(-window // 10)}, better {3 * window}, or a smaller b2"
+        )
+
+
+def warn_of_zeros(state: OptimizerState, tensors: Iterable[int], until: str) -> None:
+    """Warn of those among some tensors that do not move, because all their gradients were 0 in the exact steps.
+
+    Parameters
+    ----------
+    state : OptimizerState
+        The state after the last of these steps.
+    tensors : iterable of int
+        The tensors whose variance has been measured.
+    until : str
+        How long they do not move, as the warning says it.
+    """
+    sums = totals(state.variance)
+    still = [i for i in tensors if not sums[i] and math.prod(state.variance[i].shape)]
+    if still:
+        warn_caller(
+            f"all gradients of {some(state.names[i] for i in still)} were 0 in the first {state.step} steps, so their "
+            f"variance is 0, and they do not move {until}. If they begin to learn later, make another optimizer for "
+            "them then, with another seed"
         )

@@ -1,6 +1,6 @@
 """Adam that freezes its variance and then exchanges a compressed momentum, as a state machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,13 +11,27 @@ from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.averaging import Averaging
-from qcomp.core.numeric.arrays import Array
-from qcomp.core.numeric.sums import totals
-from qcomp.core.optimizers.adam import Adam, corrected, rate_rises
+from qcomp.core.numeric.arrays import Array, array_namespace, flat, to_compute_dtype
+from qcomp.core.optimizers.adam import Adam, bias_corrections, corrected_sum, divided, rate_rises
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
-from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_if_early
+from qcomp.core.optimizers.freeze import (
+    FreezeRule,
+    ask,
+    freeze_rule,
+    warn_if_early,
+    warn_of_zeros,
+)
+from qcomp.core.optimizers.groups import setting_of_each
+from qcomp.core.optimizers.own_counts import (
+    EXACT_STEPS,
+    late_tensors,
+    own_counts,
+    steps_of_parts,
+    with_late,
+    without_late,
+)
 from qcomp.core.optimizers.remeasure import kept_after, measured, step_on_codes
 from qcomp.core.optimizers.schedules import Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_tensors
@@ -55,6 +69,11 @@ class FrozenVarianceAdam(Optimizer):
     g^2, with k steps since the last measurement, so that v averages over 1 / (1 - b2) steps as before. It leaves the
     residuals as they are.
 
+    Each tensor counts its own steps, without those in which no rank had a gradient of it (see `stages_of_used`). One
+    that had fewer than 1 / (1 - b2) steps at the freeze, and fewer than others, makes exact steps of its own instead:
+    where a rank has its gradient, that is averaged exactly, in the same messages, until the tensor has made as many
+    exact steps as the others had. Then its variance is frozen too.
+
     Parameters
     ----------
     betas, eps, decoupled_weight_decay
@@ -70,6 +89,8 @@ class FrozenVarianceAdam(Optimizer):
     watch : VarianceWatch or None
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     """
+
+    of_groups = ("betas", "eps")
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -103,7 +124,7 @@ class FrozenVarianceAdam(Optimizer):
     ) -> OptimizerState:
         """Return moments of zero, in the warm-up."""
         state = self.adam.initial_state(params, names, rank, size)
-        warn_if_early(freeze_rule(self.freeze), self.betas[1], type(self).__name__)
+        warn_if_early(freeze_rule(self.freeze), self.adam.slowest(state), type(self).__name__)
         return self.compression.choose(state, params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
@@ -150,38 +171,91 @@ class FrozenVarianceAdam(Optimizer):
         # A re-warm averages like the warm-up, in the topology of the warm-up.
         if state.stage != "compressed" or self._measures(state):
             return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
-        beta1, _ = self.betas
         gradients = as_tensors(grads, "grads")
-        average = self._average(gradients, state, [Blend(m, beta1, scale) for m in state.momentum])
-        if self.watch is None or not self.watch.due(state, self.betas[1]):
-            return average
-        count = len(gradients)
-        samples = [scale * sample for sample in self.watch.take(gradients, state)]
-        beside = self.compression.exact_part(range(count, 2 * count), samples, state)
-        return average._replace(parts=(*average.parts, beside))
+        values, momenta = list(gradients), list(state.momentum)
+        beside: list[list[Array]] = []
+        if EXACT_STEPS in state.numbers:  # in the whole model, of which this may be a part
+            late = late_tensors(state)
+            values, momenta = (_with_zeros(xs, late) for xs in (values, momenta))
+            beside.append(
+                [to_compute_dtype(g if i in late else flat(g)[:0]) * scale for i, g in enumerate(gradients)]
+            )
+        if self.watch is not None and self.watch.due(state, self.adam.slowest(state)):
+            beside.append([scale * sample for sample in self.watch.take(gradients, state)])
+        betas = setting_of_each(tuple(self.groups), state.names, "betas", self.betas)
+        blends = [Blend(m, beta1, scale) for m, (beta1, _) in zip(momenta, betas, strict=True)]
+        average, count = self._average(values, state, blends), len(gradients)
+        for number, exact in enumerate(beside, start=1):
+            part = self.compression.exact_part(range(number * count, (number + 1) * count), exact, state)
+            average = average._replace(parts=(*average.parts, part))
+        return average
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Make a step of Adam and ask the freeze rule, or a step with the frozen variance."""
+        """Make a step of Adam, or a step with the frozen variance."""
         if state.stage == "warmup":
             # A schedule may raise, so it is asked before anything is overwritten.
-            rising = rate_rises(self, state._replace(step=state.step + 1))
-            new_params, new_state = self.adam.apply(params, means, state)
-            return new_params, self._observed(new_state, rising=rising)
+            self.rate(state._replace(step=state.step + 1))
+        if state.stage != "compressed":
+            return self._exact_step(params, means, state)
+        tensors, measures = as_tensors(params, "params"), self._measures(state)
+        count = len(tensors)
+        values, samples = means.values[:count], means.values[count:]
+        step = self._measuring_step if measures else self._frozen_step
+        if EXACT_STEPS in state.numbers:
+            late = late_tensors(state)
+            exact = values
+            if not measures:
+                exact, samples = samples[:count], samples[count:]
+            rest = [i for i in range(count) if i not in late]
+            new_params, new_state = steps_of_parts(
+                [(rest, step, values), (late, self._exact_step, exact)], tensors, means, state
+            )
+        else:
+            new_params, new_state = step(tensors, means._replace(values=values), state)
+        new_state = new_state._replace(exchange=means.exchange)
+        if self.watch is None:
+            return new_params, new_state
+        if measures:
+            new_state = self.watch.measured(new_state)
+            if self.watch.due(state, self.adam.slowest(state)):
+                samples = tuple(self.watch.take(values, state))
+        return new_params, self._watched(new_state, samples, tensors)
+
+    def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
+        """Return the state after the freeze rule has seen this step, or after a step of a re-warm."""
+        if before.stage == "warmup":
+            return self._observed(state, rising=rate_rises(self, state))
+        if before.stage == "rewarm":
+            state = self._rewarmed(state)
+        if EXACT_STEPS not in state.numbers:
+            return state
+        late, counts = late_tensors(state), own_counts(state, state.step)
+        done = [i for i in late if counts[i] >= state.numbers[EXACT_STEPS]]
+        if not done:
+            return state
+        state = without_late(done, self._with_frozen(done, state))
+        return state if self.watch is None else self.watch.measured(state)
+
+    def _exact_step(
+        self, params: Any, means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make an exact step, of the warm-up or of a re-warm, whose variance is corrected already."""
+        corrections = self._corrections(state, state.step + 1)
         if state.stage == "rewarm":
-            new_params, new_state = self.adam.exact_step(params, means, state, correction=1.0)
-            return new_params, self._rewarmed(new_state)
-        tensors = as_tensors(params, "params")
-        if self._measures(state):
-            return self._measuring_step(tensors, means, state)
-        own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
-        momentum = self.adam.decayed(own, tensors, state, factor=1 - self.betas[0])
+            late = late_tensors(state)
+            corrections = [x if i in late else 1.0 for i, x in enumerate(corrections)]
+        return self.adam.exact_step(params, means, state, corrections=corrections)
+
+    def _frozen_step(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step with the mean momentum and the frozen variance."""
+        momentum = self.adam.decayed(means.values, params, state, of_momenta=True)
         moved = primitives.frozen_steps(
-            tensors, momentum, state.variance, self.adam.numbers(state), donate=means.donate
+            params, momentum, state.variance, self.adam.numbers(state), donate=means.donate
         )
-        new_state = state._replace(
-            step=state.step + 1, momentum=tuple([m for _, m in moved]), exchange=means.exchange
-        )
-        return [p for p, _ in moved], self._watched(new_state, beside, tensors)
+        new_params, momenta = zip(*moved, strict=True)
+        return list(new_params), state._replace(step=state.step + 1, momentum=momenta)
 
     def _measures(self, state: OptimizerState) -> bool:
         """Return whether the next step of the compressed stage measures the variance again."""
@@ -217,22 +291,18 @@ class FrozenVarianceAdam(Optimizer):
         self, params: Sequence[Array], means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step with exact mean gradients, and with the variance that they give."""
-        beta1, beta2 = self.betas
+        betas, steps = self.adam.betas_of(state), state.step + 1 - int(state.numbers[_MEASURED])
         gradients = self.adam.decayed(means.values, params, state)
-        kept = kept_after(beta2, state.step + 1 - int(state.numbers[_MEASURED]))
+        kept = [kept_after(beta2, steps) for _, beta2 in betas]
         variance = measured(state.variance, gradients, state.exact, kept=kept, floor=self.variance_floor)
         numbers = self.adam.numbers(state)
         new_params, momentum = step_on_codes(
-            params, gradients, state.momentum, variance, numbers, beta1=beta1, donate=means.donate
+            params, gradients, state.momentum, variance, numbers, betas=betas, donate=means.donate
         )
-        new_state = self._as_measured(
+        return new_params, self._as_measured(
             state._replace(step=state.step + 1, momentum=momentum, variance=variance),
             since=state.numbers[_SINCE],
         )
-        if self.watch is None:
-            return new_params, new_state
-        beside = self.watch.take(means.values, state) if self.watch.due(state, beta2) else ()
-        return new_params, self._watched(self.watch.measured(new_state), beside, params)
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean of the momenta that gradients are blended into."""
@@ -240,17 +310,37 @@ class FrozenVarianceAdam(Optimizer):
 
     def _observed(self, state: OptimizerState, *, rising: bool) -> OptimizerState:
         """Return the state after the freeze rule has seen this step of the warm-up."""
-        _, beta2 = self.betas
+        beta2 = self.adam.slowest(state)
 
         def norm() -> float:
-            # The values are the same on all ranks, and summed in a fixed order, so that all ranks decide alike.
-            return sum(totals(state.variance)) / (1 - beta2**state.step)
+            return corrected_sum(state.variance, self._corrections(state, state.step))
 
         verdict = ask(freeze_rule(self.freeze), state.step, norm, state.history, beta2, rising=rising)
         if not verdict.frozen:
             return state._replace(history=verdict.history)
-        frozen = floored(corrected(state.variance, beta2, state.step), state.exact, self.variance_floor)
-        return self.enter(state._replace(variance=frozen, history=()), "compressed")
+        counts, betas = own_counts(state, state.step), self.adam.betas_of(state)
+        enough = [min(state.step, round(1 / (1 - beta2))) for _, beta2 in betas]
+        late = [i for i, count in enumerate(counts) if count < enough[i]]
+        measured_ones = [i for i in range(len(counts)) if i not in late]
+        state = self._with_frozen(measured_ones, state)
+        warn_of_zeros(state, measured_ones, "from now on, since it is frozen")
+        return self.enter(with_late(late, state._replace(history=()), float(state.step)), "compressed")
+
+    def _with_frozen(self, tensors: Sequence[int], state: OptimizerState) -> OptimizerState:
+        """Return the state with the variance of some tensors as it is when they are frozen."""
+        corrections, variance = self._corrections(state, state.step), list(state.variance)
+        frozen = floored(
+            divided([variance[i] for i in tensors], [corrections[i] for i in tensors]),
+            [state.exact[i] for i in tensors],
+            self.variance_floor,
+        )
+        for i, v in zip(tensors, frozen, strict=True):
+            variance[i] = v
+        return state._replace(variance=tuple(variance))
+
+    def _corrections(self, state: OptimizerState, count: int) -> list[float]:
+        """Return the bias correction of each tensor's variance, when there have been so many steps in all."""
+        return bias_corrections(self.adam.betas_of(state), 1, own_counts(state, count))
 
     def _watched(
         self, state: OptimizerState, beside: Sequence[Array], params: Sequence[Array]
@@ -262,32 +352,36 @@ class FrozenVarianceAdam(Optimizer):
         if beside and not self.decoupled_weight_decay:
             decays = self.watch.take(params, state, self.weight_decays(state))
             gradients = [g + decay for g, decay in zip(gradients, decays, strict=True)]
-        state, news = self.watch.observe(state, gradients, self.betas, self.eps)
+        state, news = self.watch.observe(
+            state,
+            gradients,
+            self.adam.slowest(state),
+            setting_of_each(tuple(self.groups), state.names, "eps", self.eps),
+        )
         if not news:
             return state
         again = self.watch.rewarm_steps
         warn_caller(
             f"the variance of {type(self).__name__} no longer fits the gradients: at step {state.step}, "
             f"{'; '.join(news)}. "
-            + (f"Now makes {again} exact steps and freezes it again" if again else self._cure())
+            + (f"Now makes {again} exact steps and freezes it again" if again else self._cure(state))
         )
         return self._rewarming(state, again)._replace(stage="rewarm") if again else state
 
-    def _cure(self) -> str:
+    def _cure(self, state: OptimizerState) -> str:
+        steps = 3 * round(1 / (1 - self.adam.slowest(state)))
         return (
-            f"Training may diverge, or learn no more: pass watch=VarianceWatch(rewarm_steps={3 * self._window}), which "
+            f"Training may diverge, or learn no more: pass watch=VarianceWatch(rewarm_steps={steps}), which "
             "then measures the variance again, or freeze later"
         )
-
-    @property
-    def _window(self) -> int:
-        return round(1 / (1 - self.betas[1]))
 
     def _rewarmed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after an exact step of a re-warm: compressed again after the last of them."""
         left = int(state.numbers[_LEFT]) - 1
         # In every step, since momenta hold codes until exact gradients have replaced them.
-        variance = floored(state.variance, state.exact, self.variance_floor)
+        late = late_tensors(state)  # whose variance is not frozen yet
+        has_none = [is_exact or i in late for i, is_exact in enumerate(state.exact)]
+        variance = floored(state.variance, has_none, self.variance_floor)
         state = self._rewarming(state._replace(variance=variance), left)
         if left:
             return state
@@ -297,3 +391,8 @@ class FrozenVarianceAdam(Optimizer):
     @staticmethod
     def _rewarming(state: OptimizerState, left: int) -> OptimizerState:
         return state._replace(numbers={**state.numbers, _LEFT: float(left)})
+
+
+def _with_zeros(tensors: Sequence[Array], which: Collection[int]) -> list[Array]:
+    """Return tensors, some of which are replaced by zeros."""
+    return [array_namespace(x).zeros_like(x) if i in which else x for i, x in enumerate(tensors)]

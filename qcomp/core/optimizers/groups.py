@@ -1,18 +1,27 @@
 """Options for some parameters, selected by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from glob import escape
 from math import inf
+from typing import Any
 
 from qcomp.core.settings import plain_numbers
 
-__all__ = ["Group", "as_groups", "group_of_each", "patterns_of"]
+__all__ = [
+    "Group",
+    "as_groups",
+    "group_of_each",
+    "patterns_of",
+    "require_betas",
+    "require_eps",
+    "setting_of_each",
+]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Group:
     """Options for the parameters that match a pattern; the first matching group counts.
 
@@ -26,6 +35,10 @@ class Group:
         Default 1.
     weight_decay : float, optional
         Replaces the optimizer's weight decay, >= 0. None, the default, keeps that of the optimizer.
+    betas : tuple of two floats, optional
+        Replaces the optimizer's decay rates, each from 0 to below 1. None, the default, keeps those of the optimizer.
+    eps : float, optional
+        Replaces the optimizer's ``eps``, >= 0. None, the default, keeps that of the optimizer.
 
     Examples
     --------
@@ -43,6 +56,8 @@ class Group:
     pattern: str | Sequence[str]
     learning_rate_factor: float = 1.0
     weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -56,6 +71,16 @@ class Group:
             )
         if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
             raise ValueError(f"weight_decay is {self.weight_decay!r}; expected a finite number >= 0, or None")
+        if self.betas is not None:
+            require_betas(self.betas)
+        if self.eps is not None:
+            require_eps(self.eps)
+
+    def __repr__(self) -> str:
+        """Return the options, without betas and eps if they are None: earlier states record such a text."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = [f"{k}={x!r}" for k, x in options.items() if x is not None or k not in ("betas", "eps")]
+        return f"Group({', '.join(shown)})"
 
 
 def as_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -91,3 +116,24 @@ def group_of_each(groups: tuple[Group, ...], names: tuple[str, ...]) -> tuple[Gr
         matching += [named[name]] if name in named else []
         found.append(min(matching, key=groups.index, default=default))
     return tuple(found)
+
+
+@lru_cache(256)
+def setting_of_each(
+    groups: tuple[Group, ...], names: tuple[str, ...], setting: str, default: Any
+) -> tuple[Any, ...]:
+    """Return ``weight_decay``, ``betas`` or ``eps`` of each name: that of its group, or else the optimizer's."""
+    found = [getattr(group, setting) for group in group_of_each(groups, names)]
+    return tuple([default if value is None else value for value in found])
+
+
+def require_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError unless these are two numbers from 0 to below 1."""
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to below 1")
+
+
+def require_eps(eps: float) -> None:
+    """Raise ValueError unless this is a number >= 0."""
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps!r}; expected a number >= 0")

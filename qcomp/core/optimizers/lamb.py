@@ -82,20 +82,22 @@ class Lamb(Adam):
         return state._replace(numbers={**state.numbers, **{trust_key(name): 1.0 for name in names}})
 
     def exact_step(
-        self, params: Any, means: Means, state: OptimizerState, *, correction: float
+        self, params: Any, means: Means, state: OptimizerState, *, corrections: Sequence[float]
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step of LAMB with this bias correction of the variance, and note its trust ratios."""
+        """Make a step of LAMB with these bias corrections of the variance, and note its trust ratios."""
         tensors = as_tensors(params, "params")
         gradients = self.decayed(means.values, tensors, state)
         moved: list[Array] = []
         trust, moments = [], []
         arrays = zip(gradients, tensors, state.momentum, state.variance, strict=True)
-        for (g, p, m, v), numbers, rate in zip(arrays, self.numbers(state), self.rates(state), strict=True):
+        settings = zip(self.betas_of(state), corrections, self.numbers(state), strict=True)
+        for of_tensor, (betas, correction, numbers) in zip(arrays, settings, strict=True):
+            _, p, m, v = of_tensor
             rooms = [primitives.empty_like(x) for x in (m, v, m)]
-            new_m, new_v, d = in_blocks(partial(self._folded, numbers, correction), (g, p, m, v), rooms)
+            new_m, new_v, d = in_blocks(partial(_folded, numbers, betas, correction), of_tensor, rooms)
             c = self._trust(p, d)
             room = p if means.donate else primitives.empty_like(p)
-            moved.append(primitives.descend(p, d, rate * c, 0.0, out=room))
+            moved.append(primitives.descend(p, d, numbers.rate * c, 0.0, out=room))
             trust.append(c)
             moments.append((new_m, new_v))
         momentum, variance = zip(*moments, strict=True)
@@ -107,17 +109,20 @@ class Lamb(Adam):
             numbers={**state.numbers, **ratios},
         )
 
-    def _folded(self, numbers: StepNumbers, correction: float, *arrays: Array) -> tuple[Array, Array, Array]:
-        """Return the moments after a step, and its direction."""
-        (g, p, m, v), (beta1, beta2) = arrays, self.betas
-        m, v = primitives.momentum(m, g, beta1, 1.0), primitives.momentum(v, g * g, beta2, 1.0)
-        return m, v, direction(p, m, divide(v, correction), numbers)
-
     def _trust(self, param: Array, step: Array) -> float:
         """Return the trust ratio of a tensor."""
         own, length = (math.sqrt(sum_of_squares(to_compute_dtype(x))) for x in (param, step))
         low, high = self.trust_bounds
         return min(max(own / length, low), high) if own > 0 and length > 0 else 1.0
+
+
+def _folded(
+    numbers: StepNumbers, betas: tuple[float, float], correction: float, *arrays: Array
+) -> tuple[Array, Array, Array]:
+    """Return the moments after a step, and its direction."""
+    (g, p, m, v), (beta1, beta2) = arrays, betas
+    m, v = primitives.momentum(m, g, beta1, 1.0), primitives.momentum(v, g * g, beta2, 1.0)
+    return m, v, direction(p, m, divide(v, correction), numbers)
 
 
 def direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:

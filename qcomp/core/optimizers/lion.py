@@ -8,6 +8,7 @@ from qcomp.core import primitives
 from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.groups import require_betas, setting_of_each
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
 
@@ -54,12 +55,13 @@ class Lion(Optimizer):
     array([ 0.5, -7.5,  0. ])
     """
 
+    of_groups = ("betas",)
+
     betas: tuple[float, float] = (0.9, 0.99)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas is {self.betas!r}; expected two numbers from 0 to below 1")
+        require_betas(self.betas)
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
@@ -77,17 +79,18 @@ class Lion(Optimizer):
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Move the parameters along the signs, and update the momentum."""
-        tensors, (beta1, beta2) = as_tensors(params, "params"), self.betas
+        tensors = as_tensors(params, "params")
         settings = zip(
             tensors,
             state.momentum,
             means.values,
             self.rates(state),
             self.weight_decays(state),
+            setting_of_each(tuple(self.groups), state.names, "betas", self.betas),
             strict=True,
         )
         moved, momentum = [], []
-        for p, m, g, rate, decay in settings:
+        for p, m, g, rate, decay, (beta1, beta2) in settings:
             direction = array_namespace(m).sign(primitives.momentum(m, g, beta1, 1.0))
             if decay:
                 direction = direction + decay * to_compute_dtype(p)

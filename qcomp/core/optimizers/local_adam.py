@@ -14,10 +14,11 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, divide, require_below, to_compute_dtype
-from qcomp.core.optimizers.adam import Adam, corrected
+from qcomp.core.optimizers.adam import Adam, bias_corrections, divided
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Means
-from qcomp.core.optimizers.groups import group_of_each
+from qcomp.core.optimizers.groups import group_of_each, setting_of_each
+from qcomp.core.optimizers.own_counts import own_counts
 from qcomp.core.optimizers.tensors import copy, each_in_blocks
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -38,6 +39,8 @@ class LocalAdam(Optimizer):
     last synchronisation; "rates" and "weights", their sums since then; and in the stage "local" the `_Sums` of each
     tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
     """
+
+    of_groups = ("betas", "eps")
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -82,6 +85,10 @@ class LocalAdam(Optimizer):
             numbers={**state.numbers, **_named(state.names, nothing)},
         )
 
+    def counts(self, state: OptimizerState) -> Mapping[str, float]:
+        """Return the steps, and the updates of the variance."""
+        return {**super().counts(state), "updates": state.numbers["updates"]}
+
     def apart(self, stage: str) -> bool:
         """Return whether the ranks make local steps in this stage."""
         return stage == "local"
@@ -116,7 +123,8 @@ class LocalAdam(Optimizer):
         anchor = state.arrays["anchor"] if state.stage == "local" else params
         sums = _sums_of(state)
         momenta = [_in_blocks(_over, of.weight, u) for u, of in zip(means.values, sums, strict=True)]
-        numbers = [of.step_numbers(rates, weights, self.eps) for of in sums]
+        eps = setting_of_each(tuple(self.groups), state.names, "eps", self.eps)
+        numbers = [of.step_numbers(rates, weights, x) for of, x in zip(sums, eps, strict=True)]
         moved = primitives.frozen_steps(anchor, momenta, self._divisor(state), numbers)
         new_params = [
             array_namespace(p).astype(new, p.dtype, copy=False)
@@ -139,7 +147,11 @@ class LocalAdam(Optimizer):
         """Return the bias-corrected variance to divide by; a frozen one is corrected already."""
         if state.numbers["frozen"]:
             return state.variance
-        return corrected(state.variance, self.betas[1], int(state.numbers["updates"]))
+        return divided(state.variance, self._corrections(state, state.numbers["updates"]))
+
+    def _corrections(self, state: OptimizerState, updates: float) -> list[float]:
+        """Return the bias correction of each tensor's variance, when all tensors together have had so many updates."""
+        return bias_corrections(self.adam.betas_of(state), 1, own_counts(state, updates, "updates"))
 
     def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
         """Return the sums of the weighted momenta since the last synchronisation, including this step's."""
@@ -160,16 +172,17 @@ class LocalAdam(Optimizer):
 
     def _added(self, state: OptimizerState) -> list[tuple[bool, float, "_Sums"]]:
         """Return, for each tensor, whether the next step starts its sums, its weight in them, and the sums after it."""
-        step = self.rate(state), self._weight(state)
-        settings = zip(group_of_each(tuple(self.groups), state.names), self.weight_decays(state), strict=True)
+        rate, of_groups = self.rate(state), group_of_each(tuple(self.groups), state.names)
+        corrections = bias_corrections(self.adam.betas_of(state), 0, own_counts(state, state.step + 1))
+        settings = zip(corrections, of_groups, self.weight_decays(state), strict=True)
         before = _sums_of(state) if state.stage == "local" else [None] * len(state.names)
         return [
-            _with_step(sums, *step, group.learning_rate_factor, decay)
-            for sums, (group, decay) in zip(before, settings, strict=True)
+            _with_step(sums, rate, rate / correction, group.learning_rate_factor, decay)
+            for sums, (correction, group, decay) in zip(before, settings, strict=True)
         ]
 
     def _weight(self, state: OptimizerState) -> float:
-        """Return the rate of the next step divided by its bias correction of the momentum."""
+        """Return the rate of the next step divided by the bias correction of a momentum that has missed no step."""
         return self.rate(state) / (1 - self.betas[0] ** (state.step + 1))
 
     def _located(self, error: NonFiniteError, state: OptimizerState, step: int) -> NonFiniteError:

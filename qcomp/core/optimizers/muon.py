@@ -16,9 +16,10 @@ from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable, to_compute_dtype
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_library
-from qcomp.core.optimizers.adam import Adam
+from qcomp.core.optimizers.adam import Adam, bias_corrections
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.groups import setting_of_each
 from qcomp.core.optimizers.matrices import (
     Form,
     Splits,
@@ -28,6 +29,7 @@ from qcomp.core.optimizers.matrices import (
     require_forms,
     warn_of_doubts,
 )
+from qcomp.core.optimizers.own_counts import own_counts
 from qcomp.core.optimizers.schedules import Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.optimizers.whiteners import (
@@ -181,6 +183,7 @@ class Muon(Optimizer):
     >>> params, state = opt.step(params, params, state, comm)
     """
 
+    of_groups = ("betas", "eps")
     mixes_elements = True
 
     compressor: Compressor = LloydMax(bits=4)
@@ -347,14 +350,14 @@ class Muon(Optimizer):
         momentum, variance = list(state.momentum), list(state.variance)
         by_adam = [i for i, is_exact in enumerate(state.exact) if is_exact]
         if by_adam:
-            count = state.step + 1
-            corrections = [1 - beta**count for beta in self.betas]
+            groups = tuple(self.groups)
+            betas = setting_of_each(groups, state.names, "betas", self.betas)
+            eps = setting_of_each(groups, state.names, "eps", self.eps)
+            counts = own_counts(state, state.step + 1)
+            of_momentum, of_variance = (bias_corrections(betas, which, counts) for which in (0, 1))
             numbers = [
                 AdamNumbers(
-                    self.betas,
-                    corrections[1],
-                    0.0,
-                    StepNumbers(rates[i], corrections[0], self.eps, decays[i]),
+                    betas[i], of_variance[i], 0.0, StepNumbers(rates[i], of_momentum[i], eps[i], decays[i])
                 )
                 for i in by_adam
             ]

@@ -17,7 +17,7 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
-from qcomp.core.optimizers.tensors import as_tensors, update
+from qcomp.core.optimizers.tensors import update
 from qcomp.core.state import OptimizerState
 
 __all__ = ["OneBitLamb"]
@@ -146,21 +146,29 @@ class OneBitLamb(FrozenVarianceAdam):
         state = super().enter(state, stage)
         return state if stage == "warmup" else self._frozen(state)
 
-    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Make a step of LAMB and average its trust ratios, or a step with the frozen variance."""
-        if state.stage != "compressed":
-            new_params, new_state = super().apply(params, means, state)
-            return new_params, new_state._replace(numbers={**new_state.numbers, **self._averages(new_state)})
-        tensors = as_tensors(params, "params")
-        own, beside = means.values[: len(tensors)], means.values[len(tensors) :]
-        decays = [0.0] * len(tensors) if self.decoupled_weight_decay else self.weight_decays(state)
-        new_params, momentum, fresh, numbers = [], [], [], dict(state.numbers)
-        arrays = zip(own, tensors, state.momentum, state.variance, state.arrays["fresh"], strict=True)
-        settings = zip(state.names, state.arrays["scale"], decays, self.adam.numbers(state), strict=True)
-        for of_tensor, (name, scale, decay, step) in zip(arrays, settings, strict=True):
+    def _exact_step(
+        self, params: Any, means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step of LAMB, and average its trust ratios."""
+        new_params, new_state = super()._exact_step(params, means, state)
+        return new_params, new_state._replace(numbers={**new_state.numbers, **self._averages(new_state)})
+
+    def _frozen_step(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step with the mean momentum, the frozen variance, and trust ratios that follow its changes."""
+        decays = [0.0] * len(params) if self.decoupled_weight_decay else self.weight_decays(state)
+        new_params: list[Array] = []
+        momentum, fresh, numbers = [], [], dict(state.numbers)
+        arrays = zip(means.values, params, state.momentum, state.variance, state.arrays["fresh"], strict=True)
+        betas = self.adam.betas_of(state)
+        settings = zip(
+            state.names, state.arrays["scale"], decays, betas, self.adam.numbers(state), strict=True
+        )
+        for of_tensor, (name, scale, decay, of_each, step) in zip(arrays, settings, strict=True):
             _, p, _, v, _ = of_tensor
             rooms = [primitives.empty_like(v) for _ in range(3)]
-            m, f, ratios = in_blocks(partial(self._folded, scale, decay), of_tensor, rooms)
+            m, f, ratios = in_blocks(partial(_folded, scale, decay, of_each, step.eps), of_tensor, rooms)
             factor = self._factor(ratios, state.numbers[f"factor.{name}"])
             trust = (state.numbers[f"average.{name}"] or 1.0) * factor
             numbers |= {f"factor.{name}": factor, trust_key(name): trust}
@@ -168,30 +176,22 @@ class OneBitLamb(FrozenVarianceAdam):
             new_params.append(*in_blocks(partial(_moved, step, step.rate * trust), (p, m, v), [room]))
             momentum.append(m)
             fresh.append(f)
-        new_state = state._replace(
+        return new_params, state._replace(
             step=state.step + 1,
-            exchange=means.exchange,
             momentum=tuple(momentum),
             arrays={**state.arrays, "fresh": tuple(fresh)},
             numbers=numbers,
         )
-        return new_params, self._watched(new_state, beside, tensors)
 
-    def _folded(self, scale: Array, decay: float, *arrays: Array) -> tuple[Array, Array, Array]:
-        """Return the momentum and fresh variance after a step, and the factor by which each element's step grows."""
-        (mean, p, old, v, f), (beta1, beta2) = arrays, self.betas
-        xp = array_namespace(mean)
-        m = divide(mean, _scalar(scale)) if scale.shape[0] else mean
-        if decay:
-            m = m + ((1 - beta1) * decay) * to_compute_dtype(p)
-        m = xp.where(
-            v > 0, m, xp.zeros_like(m)
-        )  # elements that never had a gradient do not move, as in `frozen_step`
-        gradient = divide(m - beta1 * old, 1 - beta1)
-        f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
-        # An element whose variance is infinite rests, so it has no part in how much the steps of the tensor grow.
-        finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
-        return m, f, divide(sqrt(finite) + self.eps, sqrt(f) + self.eps)
+    def _with_frozen(self, tensors: Sequence[int], state: OptimizerState) -> OptimizerState:
+        """Return the state with the variance of some tensors as it is when they are frozen, and as the fresh one."""
+        state = super()._with_frozen(tensors, state)
+        if "fresh" not in state.arrays:  # before the first compressed stage, which makes it
+            return state
+        fresh = list(state.arrays["fresh"])
+        for i in tensors:
+            fresh[i] = state.variance[i]
+        return state._replace(arrays={**state.arrays, "fresh": tuple(fresh)})
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""
@@ -245,6 +245,24 @@ class OneBitLamb(FrozenVarianceAdam):
         low, high = self.factor_bounds
         bounded = min(max(ratio, low), high)
         return min(max(bounded, last * (1 - self.factor_change)), last * (1 + self.factor_change))
+
+
+def _folded(
+    scale: Array, decay: float, betas: tuple[float, float], eps: float, *arrays: Array
+) -> tuple[Array, Array, Array]:
+    """Return the momentum and fresh variance after a step, and the factor by which each element's step grows."""
+    (mean, p, old, v, f), (beta1, beta2) = arrays, betas
+    xp = array_namespace(mean)
+    m = divide(mean, _scalar(scale)) if scale.shape[0] else mean
+    if decay:
+        m = m + ((1 - beta1) * decay) * to_compute_dtype(p)
+    # Elements that never had a gradient do not move, as in `frozen_step`.
+    m = xp.where(v > 0, m, xp.zeros_like(m))
+    gradient = divide(m - beta1 * old, 1 - beta1)
+    f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
+    # An element whose variance is infinite rests, so it has no part in how much the steps of the tensor grow.
+    finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
+    return m, f, divide(sqrt(finite) + eps, sqrt(f) + eps)
 
 
 def _moved(step: StepNumbers, rate: float, p: Array, m: Array, v: Array) -> tuple[Array]:

@@ -1,6 +1,6 @@
 """QSVRG: variance-reduced SGD on quantized vectors, which converges linearly."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -213,12 +213,15 @@ class QSVRG(Optimizer):
         state: OptimizerState,
         *,
         donate: bool = False,
+        left_out: Collection[int] = (),
     ) -> Stages[tuple[Any, OptimizerState]]:
-        """Make one step as a generator of pure stages, see `step`."""
+        """Make one step as a generator of pure stages, see `step` and `Optimizer.stages`."""
         tensors = as_tensors(params, "params")
         self.require_own(tensors, state)
         corrected = self.corrected(tensors, grads, state)
-        new_params, new_state = yield from super().stages(tensors, corrected, state, donate=donate)
+        new_params, new_state = yield from super().stages(
+            tensors, corrected, state, donate=donate, left_out=left_out
+        )
         return as_given(new_params, params), new_state
 
     def corrected(self, params: Sequence[Array], grads: Any, state: OptimizerState) -> list[Array]:

@@ -37,7 +37,7 @@ def measured(
     gradients: Sequence[Array],
     exact: Sequence[bool],
     *,
-    kept: float,
+    kept: Sequence[float],
     floor: float,
 ) -> tuple[Array, ...]:
     """Return the variance updated with the squares of exact mean gradients, not below its floor.
@@ -48,13 +48,13 @@ def measured(
         The variance measured so far, and the mean gradients of this step.
     exact : sequence of bool
         Which tensors stay exact, and have no floor.
-    kept : float
-        The weight of the variance measured so far.
+    kept : sequence of float
+        The weight of the variance measured so far, of each tensor.
     floor : float
         See `floored`.
     """
-    pairs = zip(variance, gradients, strict=True)
-    return floored([primitives.momentum(v, g * g, kept, 1.0) for v, g in pairs], exact, floor)
+    of_each = zip(variance, gradients, kept, strict=True)
+    return floored([primitives.momentum(v, g * g, weight, 1.0) for v, g, weight in of_each], exact, floor)
 
 
 def step_on_codes(
@@ -64,7 +64,7 @@ def step_on_codes(
     variance: Sequence[Array],
     numbers: Sequence[StepNumbers],
     *,
-    beta1: float,
+    betas: Sequence[tuple[float, float]],
     donate: bool,
 ) -> tuple[list[Array], tuple[Array, ...]]:
     """Return the parameters and momenta after a step of exact mean gradients.
@@ -72,7 +72,7 @@ def step_on_codes(
     It divides as a compressed step does: until exact gradients have replaced them, the codes in the momentum are as
     large for elements with a tiny variance as for all others.
     """
-    pairs = zip(momenta, gradients, strict=True)
-    blended = [primitives.momentum(m, g, beta1, 1.0) for m, g in pairs]
+    of_each = zip(momenta, gradients, betas, strict=True)
+    blended = [primitives.momentum(m, g, beta1, 1.0) for m, g, (beta1, _) in of_each]
     moved = primitives.frozen_steps(params, blended, variance, numbers, donate=donate)
     return [p for p, _ in moved], tuple(m for _, m in moved)

@@ -31,6 +31,7 @@ from qcomp.core.optimizers.agreement import (
 from qcomp.core.optimizers.compression import EXACT
 from qcomp.core.optimizers.groups import patterns_of
 from qcomp.core.optimizers.makers import require_maker
+from qcomp.core.optimizers.own_counts import limits_of_own, with_numbers_of
 from qcomp.core.optimizers.tensors import require_whole
 from qcomp.core.policies.patterns import require_matches
 from qcomp.core.rehearsal import rehearse
@@ -150,13 +151,14 @@ def _resume(
             accept(one)
             if optimizer.mean.topology == AUTO and TOPOLOGY in one:
                 begun = optimizer.compression.in_topology(one[TOPOLOGY], fresh, tensors)
+        begun = with_numbers_of(one, begun)
         one |= read_arrays(own)
         mean = optimizer.mean_of(begun)
         state = from_state_dict(
             optimizer.adopt(one, begun) if isinstance(saved, Mapping) else one,
             lambda step, stage: optimizer.enter(begun._replace(step=step), stage),
             mean,
-            optimizer.limits,
+            lambda template: {**limits_of_own(template), **optimizer.limits(template)},
         )
         # Also of entries that the optimizer has not adopted.
         require_sizes(one, (math.prod(p.shape) for p in tensors), dict(named_arrays(state, mean)).values())

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 from qcomp.core.errors import MismatchError
-from qcomp.core.mean.stages import AllGather, Exchange, Stages, owned, pipeline
+from qcomp.core.mean.stages import AllGather, Exchange, Owner, Stages, owned, pipeline
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -16,8 +16,8 @@ from qcomp.core.numeric.arrays import (
     host_bytes,
 )
 from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.own_counts import EXACT_STEPS, late_tensors, with_late, without_late
 from qcomp.core.optimizers.starting import owner_of
-from qcomp.core.optimizers.tensors import zeros_like
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
@@ -38,9 +38,10 @@ def stages_of_used(
 ) -> Stages[tuple[list[Array], OptimizerState]]:
     """Make one step as a generator of pure stages; a parameter without a gradient on any rank stays as it is.
 
-    So do its moments and residuals. A rank without a gradient of a parameter that others use contributes zeros, as the
-    mean over all ranks requires. While the ranks are apart (see `Optimizer.apart`), zeros stand for every missing
-    gradient. If no rank has any gradient, nothing changes, and a warning says so.
+    So do its moments and residuals, and it does not count the step for its bias corrections. A rank without a gradient
+    of a parameter that others use contributes zeros, as the mean over all ranks requires. While the ranks are apart
+    (see `Optimizer.apart`), zeros stand for every missing gradient. If no rank has any gradient, nothing changes, and a
+    warning says so.
 
     Parameters
     ----------
@@ -64,30 +65,37 @@ def stages_of_used(
 
     Notes
     -----
-    Alongside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others.
+    Alongside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others; or
+    before it, while some tensors still make exact steps of their own, see `FrozenVarianceAdam`.
     """
     used = [g is not None for g in grads]
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+    left_out: set[int] = set()
+
+    def leave_out(anywhere: Sequence[bool]) -> None:
+        if not optimizer.apart(state.stage):
+            left_out.update(number for number, found in enumerate(anywhere) if not found)
+
+    def agreed() -> Stages[None]:
+        leave_out((yield from _agreed(used, settings, state, params[0])))
+
+    owner, late = owner_of(optimizer, state), late_tensors(state)
+    if state.size == 1:
+        leave_out(used)
+    elif late:
+        # Those of them that a rank uses make exact steps, so the ranks must know which before they exchange.
+        yield from owned(agreed(), owner)
+    asleep = [number for number in late if number in left_out]
+    begun = without_late(asleep, state)
     # If this rank uses all parameters, none is left out, and the old state is not needed.
-    step = optimizer.stages(params, filled, state, donate=donate and all(used))
-    anywhere: Sequence[bool] = used
-    try:
-        first = next(step)
-    except StopIteration as stop:  # it sends nothing
-        new_params, new_state = stop.value
-        if state.size > 1:  # the ranks are apart, or go apart
-            return new_params, new_state
-    else:
-        exchanges = pipeline([_agreed(used, settings, state, params[0]), _continued(first, step)])
-        anywhere, (new_params, new_state) = yield from owned(exchanges, owner_of(optimizer, state))
-    left_out = {number for number, found in enumerate(anywhere) if not found}
-    if not left_out or optimizer.apart(state.stage):
-        return new_params, new_state
-    if len(left_out) == len(params):  # so there was no step
+    step = optimizer.stages(params, filled, begun, donate=donate and all(used), left_out=left_out)
+    if state.size > 1 and not late:
+        step = _beside(agreed(), step, owner)
+    new_params, new_state = yield from step
+    if len(left_out) == len(params):
         warn_of_no_gradient("on any rank")
         return list(params), state
-    kept = [p if i in left_out else new for i, (p, new) in enumerate(zip(params, new_params, strict=True))]
-    return kept, _without(optimizer, left_out, state, new_state)
+    return new_params, with_late(asleep, new_state, state.numbers.get(EXACT_STEPS, 0.0))
 
 
 def warn_of_no_gradient(where: str) -> None:
@@ -97,6 +105,19 @@ def warn_of_no_gradient(where: str) -> None:
         "step, and zero_grad after it. Or the model has other parameters now than the optimizer, as after "
         "model.load_state_dict(assign=True): make another optimizer"
     )
+
+
+def _beside(agreed: Stages[None], step: Stages[Any], owner: Owner) -> Stages[Any]:
+    """Return a step whose first exchange has another computation beside it, which ends before the step goes on.
+
+    A step that sends nothing, because ranks are apart or go apart, has nothing beside it.
+    """
+    try:
+        first = next(step)
+    except StopIteration as stop:
+        return stop.value
+    _, result = yield from owned(pipeline([agreed, _continued(first, step)]), owner)
+    return result
 
 
 def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
@@ -174,55 +195,6 @@ def _agreed(used: Sequence[bool], settings: str, state: OptimizerState, like: Ar
             "their losses"
         )
     return [bool(found >> number & 1) for number in range(len(used))]
-
-
-def _without(
-    optimizer: Optimizer, left_out: set[int], state: OptimizerState, new: OptimizerState
-) -> OptimizerState:
-    """Return the state after a step, with the moments and residuals of some tensors as they were before.
-
-    A step that enters another stage has changed what the moments mean, and has set the residuals to zero. Then nothing
-    is restored, and the moments of these tensors are those after a gradient of zero.
-    """
-    if new.stage != state.stage or new.step == state.step:
-        return new
-
-    def kept(old: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
-        # A momentum of 0 that starts or stops leaves no momenta on one side.
-        pairs = enumerate(zip(old or zeros_like(after), after, strict=True)) if after else ()
-        return tuple(before if number in left_out else now for number, (before, now) in pairs)
-
-    exchange = new.exchange
-    if exchange.worker or exchange.server:
-        mean = optimizer.mean_of(new)
-        of_worker, of_server = mean.layout(
-            exchange.shapes, rank=exchange.rank, size=exchange.size, nodes=exchange.nodes
-        ).residuals
-        compressed = [number for number, is_exact in enumerate(new.exact) if not is_exact]
-        _, *of_servers = mean.kinds
-        worker, server = (
-            tuple(
-                before if compressed[segment.tensor] in left_out else now
-                for segment, before, now in zip(of_kind, old, after, strict=bool(after))
-            )
-            for of_kind, old, after in zip(
-                (of_worker, of_server * len(of_servers)),
-                (state.exchange.worker, state.exchange.server),
-                (exchange.worker, exchange.server),
-                strict=True,
-            )
-        )
-        exchange = exchange._replace(worker=worker, server=server)
-    own = {state.names[number] for number in left_out}
-    return new._replace(
-        numbers={
-            key: state.numbers[key] if key.partition(".")[2] in own else x for key, x in new.numbers.items()
-        },
-        momentum=kept(state.momentum, new.momentum),
-        variance=kept(state.variance, new.variance),
-        arrays={kind: kept(state.arrays[kind], after) for kind, after in new.arrays.items()},
-        exchange=exchange,
-    )
 
 
 def _zeros_like(x: Array) -> Array:

@@ -18,6 +18,7 @@ from qcomp.core.numeric.arrays import (
     to_compute_dtype,
 )
 from qcomp.core.numeric.sums import totals
+from qcomp.core.optimizers.own_counts import late_tensors
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
@@ -230,7 +231,7 @@ class VarianceWatch:
         return [factor * part for factor, part in zip(factors, parts, strict=True)]
 
     def observe(
-        self, state: OptimizerState, gradients: Sequence[Array], betas: tuple[float, float], eps: float
+        self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: Sequence[float]
     ) -> tuple[OptimizerState, list[str]]:
         """Return the state after watching a compressed step, and the reports.
 
@@ -240,15 +241,17 @@ class VarianceWatch:
             The state after the step.
         gradients : sequence of arrays
             The samples of the mean gradients; empty in steps that are not `due`.
-        betas, eps
-            See `Adam`.
+        beta2 : float
+            The decay rate of the variance.
+        eps : sequence of float
+            ``eps`` of each tensor.
         """
         if all(state.exact):
             return state, []
-        window = round(1 / (1 - betas[1]))
+        window = round(1 / (1 - beta2))
         found: dict[str, _Finding] = {}
         if gradients:
-            state, found = self._measured(state, gradients, betas[1], eps)
+            state, found = self._measured(state, gradients, beta2, eps)
         if state.step % _FELT_EVERY == 0:
             state, found["jump"] = self._felt(state)
         return self._news(state, found, window) if found else (state, [])
@@ -257,7 +260,10 @@ class VarianceWatch:
         """Return the state, and the finding from the sizes of the compressed momenta."""
         numbers = state.numbers
         changes: dict[str, float] = {}
-        chosen = [i for i, exact in enumerate(state.exact) if not exact]
+        late = late_tensors(state)
+        chosen = [i for i, exact in enumerate(state.exact) if not (exact or i in late)]
+        if not chosen:
+            return state, _Finding(0.0, "")
         if not numbers[_FELT]:
             sums = totals([state.variance[i] for i in chosen])
             means = [
@@ -285,7 +291,7 @@ class VarianceWatch:
         return state, _Finding(max(excess.values(), default=0.0), says)
 
     def _measured(
-        self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: float
+        self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: Sequence[float]
     ) -> tuple[OptimizerState, dict[str, _Finding]]:
         """Return the state after samples of the mean gradients have been averaged in, and the findings by kind."""
         parts = state.arrays[WATCHED]
@@ -302,17 +308,22 @@ class VarianceWatch:
         # The values are the same on all ranks, and summed exactly on the host, so that all ranks decide alike.
         xp = array_namespace(joined)
         now = divide(joined, 1 - decay**count)
-        frozen = concat([_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)])
+        spread = [_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)]
+        frozen, hardly = concat(spread), concat([v + x**2 for v, x in zip(spread, eps, strict=True)])
         facts = (
             now,
             frozen,
             xp.where(now < frozen, now, frozen),
             xp.astype((frozen == 0) & (now > 0), now.dtype),
-            xp.astype((frozen > 0) & (now > _OUTGROWN * frozen + _OUTGROWN * eps**2), now.dtype),
+            xp.astype((frozen > 0) & (now > _OUTGROWN * hardly), now.dtype),
         )
         of_parts = iter(_to_host(concat(list(facts)), [*parts] * len(facts)))
         by_fact = [[math.fsum(next(of_parts)) for _ in parts] for _ in facts]
-        seen = [_Seen(part.shape[0], *sums) for part, *sums in zip(parts, *by_fact, strict=True)]
+        late = late_tensors(state)  # their variance is not frozen yet
+        seen = [
+            _Seen(part.shape[0], *([0.0] * len(sums) if number in late else sums))
+            for number, (part, *sums) in enumerate(zip(parts, *by_fact, strict=True))
+        ]
         total = _Seen(*map(math.fsum, zip(*seen, strict=True)))
         whole = count * self._every(beta2) >= round(1 / (1 - beta2))
         ratio, overlap = (total.ratio, total.overlap) if whole else (math.nan, math.nan)

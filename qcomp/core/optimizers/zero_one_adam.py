@@ -1,7 +1,7 @@
 """0/1 Adam: one bit per element in some steps, nothing in the others."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
-from qcomp.core.numeric.sums import sum_of_squares, totals
-from qcomp.core.optimizers.adam import rate_rises
+from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.optimizers.adam import corrected_sum, rate_rises
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
-from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule
+from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_of_zeros
 from qcomp.core.optimizers.local_adam import LocalAdam
+from qcomp.core.optimizers.own_counts import own_counts
 from qcomp.core.optimizers.remeasure import measured, step_on_codes
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
 from qcomp.core.optimizers.starting import owner_of
@@ -186,10 +187,9 @@ class ZeroOneAdam(LocalAdam):
         plan = self._plan(state)
         if plan.exact and not plan.compressed:
             return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
-        tensors, (beta1, _) = as_tensors(grads, "grads"), self.betas
-        momenta = [
-            primitives.momentum(m, g, beta1, scale) for m, g in zip(state.momentum, tensors, strict=True)
-        ]
+        tensors, betas = as_tensors(grads, "grads"), self.adam.betas_of(state)
+        of_each = zip(state.momentum, tensors, betas, strict=True)
+        momenta = [primitives.momentum(m, g, beta1, scale) for m, g, (beta1, _) in of_each]
         if not plan.compressed:
             return Average((), state.exchange, tuple(momenta))
         average = self.compression.average(self._summed(momenta, state), state, self.key(state))
@@ -209,15 +209,15 @@ class ZeroOneAdam(LocalAdam):
         count, numbers = len(tensors), dict(state.numbers)
         if state.stage == "warmup":
             numbers["updates"] += 1
-            correction = 1 - self.betas[1] ** numbers["updates"]
-            new_params, state = self.adam.exact_step(tensors, means, state, correction=correction)
-            return new_params, self._observed(state._replace(numbers=numbers | {"synced": float(state.step)}))
+            corrections = self._corrections(state, numbers["updates"])
+            new_params, state = self.adam.exact_step(tensors, means, state, corrections=corrections)
+            return new_params, state._replace(numbers=numbers | {"synced": float(state.step)})
         gradients = means.values[count:] if plan.compressed else means.values
         if plan.exact:
             numbers["updates"] += 1
-            variance = measured(
-                state.variance, gradients, state.exact, kept=self.betas[1], floor=self.variance_floor
-            )
+            kept = [beta2 for _, beta2 in self.adam.betas_of(state)]
+            variance = measured(state.variance, gradients, state.exact, kept=kept, floor=self.variance_floor)
+            variance = self._levelled(variance, state._replace(numbers=numbers))
             state = state._replace(variance=variance, numbers=numbers)
         if plan.compressed:
             new_params, state = self._synchronised(
@@ -227,14 +227,37 @@ class ZeroOneAdam(LocalAdam):
             )
         else:
             new_params, state = self._frozen_step(tensors, gradients, state, donate=means.donate)
-        return new_params, self._observed(state)
+        return new_params, state
+
+    def _levelled(self, variance: Sequence[Array], state: OptimizerState) -> tuple[Array, ...]:
+        """Return the variance with a higher floor for tensors that have missed updates.
+
+        One that begins late is measured rarely. The mean of a few squares is often near zero, and would divide many
+        steps: so after k own updates no element is below a kth of the mean.
+        """
+        updates = state.numbers["updates"]
+        own = own_counts(state, updates, "updates")
+        return tuple(
+            floored([v], [count == updates], max(self.variance_floor, 1 / max(1, count)))[0]
+            for v, count in zip(variance, own, strict=True)
+        )
+
+    def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
+        """Return the state after the freeze rule has seen a step with an exchange, ready for that of the next step."""
+        return self._observed(state) if any(self._plan(before)) else state
 
     def stages(
-        self, params: Any, grads: Any, state: OptimizerState, *, donate: bool = False
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        *,
+        donate: bool = False,
+        left_out: Collection[int] = (),
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Make one step as a generator of pure stages; in a step that sends nothing it yields nothing."""
         try:
-            return (yield from super().stages(params, grads, state, donate=donate))
+            return (yield from super().stages(params, grads, state, donate=donate, left_out=left_out))
         except NonFiniteError as error:
             if str(error).endswith(f"in step {state.step + 1}"):
                 raise
@@ -292,7 +315,7 @@ class ZeroOneAdam(LocalAdam):
             state.momentum,
             self._divisor(state),
             self.adam.numbers(state),
-            beta1=self.betas[0],
+            betas=self.adam.betas_of(state),
             donate=donate,
         )
         step = state.step + 1
@@ -313,8 +336,7 @@ class ZeroOneAdam(LocalAdam):
         """Return the state after the freeze rule has seen this step, ready for the exchange of the next step."""
 
         def norm() -> float:
-            correction = 1 - self.betas[1] ** int(state.numbers["updates"])
-            return sum(totals(state.variance)) / correction
+            return corrected_sum(state.variance, self._corrections(state, state.numbers["updates"]))
 
         if self.freeze is not None and not state.numbers["frozen"]:
             verdict = ask(
@@ -322,7 +344,7 @@ class ZeroOneAdam(LocalAdam):
                 state.step,
                 norm,
                 state.history,
-                self.betas[1],
+                self.adam.slowest(state),
                 rising=rate_rises(self, state),
             )
             state = state._replace(history=verdict.history)
@@ -334,7 +356,13 @@ class ZeroOneAdam(LocalAdam):
                 )
         frozen = int(state.numbers["frozen"])
         if state.stage == "warmup" and not self._timetable.plan(state.step + 1, frozen, apart=False).exact:
-            variance = floored(state.variance, state.exact, self.variance_floor)
+            variance = self._levelled(floored(state.variance, state.exact, self.variance_floor), state)
+            until = (
+                "from now on, since it is frozen"
+                if frozen
+                else "before one of variance_steps measures it again"
+            )
+            warn_of_zeros(state, range(len(state.names)), until)
             state = self.enter(state._replace(variance=variance), "compressed")
         return state
 

@@ -22,6 +22,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.moved_zeros import look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
+from qcomp.core.optimizers.own_counts import of_tensors
 from qcomp.core.optimizers.qsvrg import QSVRG
 from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.reporting import warn_caller
@@ -174,8 +175,9 @@ class BucketedStep:
             means = part.means
             assert means is not None
             # Further averages are numbered after the parameters, in the same order.
-            places = [i + rest for rest in range(0, 2 * count, count) for i in part.numbers]
-            values.update(zip(places, means.values, strict=False))
+            rounds = range(len(means.values) // len(part.numbers))
+            places = [i + number * count for number in rounds for i in part.numbers]
+            values.update(zip(places, means.values, strict=True))
             own.update(zip(part.numbers, means.own, strict=False))
             kept.update(self._split(means.exchange, part))
         exchange = self.state.exchange
@@ -389,10 +391,6 @@ class BucketedStep:
     def _part(self, tensors: Sequence[int]) -> OptimizerState:
         """Return the state of some tensors alone."""
         state = self.state
-
-        def some(arrays: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(arrays[i] for i in tensors) if arrays else ()
-
         exchanged = self._exchanged(tensors)
         exchange = state.exchange
         if exchange.worker:
@@ -401,13 +399,8 @@ class BucketedStep:
             empty = exchange._replace(worker=(), server=(), shapes=())
             exchange = TensorwiseMean.join(chosen) if chosen else empty
         compressors = state.compressors
-        return state._replace(
-            names=some(state.names),
-            exact=some(state.exact),
-            momentum=some(state.momentum),
-            variance=some(state.variance),
+        return of_tensors(state, tensors)._replace(
             exchange=exchange,
-            arrays={kind: some(arrays) for kind, arrays in state.arrays.items()},
             compressors=tuple(compressors[self._compressed[i]] for i in exchanged) if compressors else (),
         )
 

@@ -140,7 +140,7 @@ class OverlappedOptimizer(Joinable):
                 values[number] = to_compute_dtype(gradient)
             old = step.values()
             before = step.state
-            moved, step.state = step.optimizer.apply(
+            moved, step.state = step.optimizer.finish(
                 old, means._replace(values=tuple(values), donate=True), before
             )
             for param, value, new in zip(step.params.tensors, old, moved, strict=True):
