@@ -60,13 +60,10 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
         raise ValueError(f"root is {root!r}; expected a rank from 0 to {comm.size - 1}")
     tensors = detached(as_list(x))
     array_namespace(*tensors)  # raises unless all are arrays of one library
-    facts = {
-        "root": root,
-        "shapes": [list(t.shape) for t in tensors],
-        "dtypes": [dtype_name(t.dtype) for t in tensors],
-    }
-    for name in set(facts["dtypes"]):
+    dtypes = [dtype_name(t.dtype) for t in tensors]
+    for name in set(dtypes):
         itemsize(name)  # raises for those that have no portable bytes
+    facts = {"root": root, "shapes": [list(t.shape) for t in tensors], "dtypes": dtypes}
     handshake(comm, facts, like=tensors[0])
     copies = drive(broadcast_stages(tensors, root=root, rank=comm.rank, size=comm.size), comm)
     return copies if isinstance(x, list | tuple) else copies[0]

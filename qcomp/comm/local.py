@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -61,6 +62,18 @@ class LocalCommunicator(Verbs):
 
     def __repr__(self) -> str:
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
+
+    def count(self, key: str, amount: int) -> int:
+        """Add to a counter that all ranks share, and return its value. Not collective.
+
+        Parameters
+        ----------
+        key : str
+            The name of the counter, which begins at 0.
+        amount : int
+            0 only reads it.
+        """
+        return self._world.count(key, amount)
 
     def _exchange(
         self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
@@ -192,9 +205,16 @@ class _World:
         self.timeout = timeout
         self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
+        self._counters: Counter[str] = Counter()
         self._left: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
         self._closed: str | None = None
+
+    def count(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its value."""
+        with self._changed:
+            self._counters[key] += amount
+            return self._counters[key]
 
     def exchange(self, rank: int, call: _Call) -> list[HostBuffer]:
         """Add one rank's call, wait for all others, and return what was sent to this rank."""

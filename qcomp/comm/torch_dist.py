@@ -227,6 +227,7 @@ class TorchCommunicator(Verbs):
                 lines.give_up(described(error))
                 lines.finish()
             raise
+        self._counters = dist.PrefixStore("counters", store)
         self._leave = weakref.finalize(self, _leave, lines, self._waiter, self._gloo)
         _alive.add(self)
         if multiprocessing.parent_process() is not None:
@@ -246,6 +247,19 @@ class TorchCommunicator(Verbs):
         self._leave()
         if not self._waiter.is_waiting:
             _unfinished[:] = [(gloo, exchange) for gloo, exchange in _unfinished if gloo is not self._gloo]
+
+    def count(self, key: str, amount: int) -> int:
+        """Add to a counter that all ranks share, and return its value. Not collective; it asks the store of the ranks.
+
+        Parameters
+        ----------
+        key : str
+            The name of the counter, which begins at 0.
+        amount : int
+            0 only reads it.
+        """
+        self.require_open("count")
+        return int(self._counters.add(key, amount))
 
     def _exchange(
         self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None

@@ -133,7 +133,15 @@ def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array)
 
 
 def agree_stages(problem: Exception | None, *, what: str, size: int, like: Array) -> Stages[None]:
-    """Raise on every rank if any has a problem, as a generator of pure stages; see `agree`."""
+    """Raise on every rank if any has a problem, as a generator of pure stages; see `agree`.
+
+    Parameters
+    ----------
+    problem, what, like
+        As for `agree`.
+    size : int
+        Number of ranks.
+    """
     own = "" if problem is None else f"{type(problem).__name__}: {problem}"
     texts = yield from gather_texts(own, size, like)
     if problem is not None:

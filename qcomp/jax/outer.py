@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qcomp.core.mean.stages import Transport
 from qcomp.core.outer.loop import OuterLoop
@@ -128,6 +128,7 @@ class PytreeOuterLoop:
         comm: Transport,
         *,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> tuple[PyTree, OptimizerState]:
         """Return the parameters and the state saved by `state_dict`; see `OuterLoop.load_state_dict`.
 
@@ -139,9 +140,11 @@ class PytreeOuterLoop:
             Parameters of the same structure, shapes and dtypes, equal on all ranks.
         comm : Communicator
             As for `init`.
-        strict : bool
+        strict, lost
             As for `OuterLoop.load_state_dict`.
         """
         tree = Tree.of(params, "params")
-        leaves, state = self.loop.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict)
+        leaves, state = self.loop.load_state_dict(
+            saved, tree.leaves, comm, tree.names, strict=strict, lost=lost
+        )
         return tree.whole(leaves), state

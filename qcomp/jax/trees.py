@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -244,6 +244,7 @@ class PytreeOptimizer:
         comm: Transport,
         *,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> OptimizerState:
         """Return the state saved by `state_dict`; see `Optimizer.load_state_dict`.
 
@@ -253,11 +254,11 @@ class PytreeOptimizer:
             This rank's own dict, or those of all ranks that saved.
         params, comm
             As for `init`.
-        strict : bool
+        strict, lost
             As for `Optimizer.load_state_dict`.
         """
         tree = Tree.of(params, "params")
-        return self.optimizer.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict)
+        return self.optimizer.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict, lost=lost)
 
 
 class PytreeMeanState(NamedTuple):

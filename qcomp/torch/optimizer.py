@@ -6,17 +6,17 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from qcomp.checkpoint.saves import Saves
 from qcomp.comm.base import Communicator
 from qcomp.comm.broadcasting import broadcast
 from qcomp.comm.launch import world
 from qcomp.comm.torch_dist import TorchCommunicator, over_ranks
 from qcomp.core.checkpoint.format import read_scalars, some
-from qcomp.core.checkpoint.gathering import gather_dicts
 from qcomp.core.checkpoint.schema import NumericArray, read
 from qcomp.core.handshake import agree_stages, gather_texts
 from qcomp.core.mean.stages import Owner, Stages, drive, owned
@@ -31,13 +31,9 @@ from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.products import plain_products
-from qcomp.torch.saved import OfRank, flattened, nested, of_rank, rank_of
+from qcomp.torch.saved import OfRank, flattened, nested, of_ranks, own_part
 
 __all__ = ["AveragingOptimizer", "communicator", "untraced"]
-
-
-_PARAMETER = "parameter."
-"""Prefix of the names of a rank's own parameters, beside the entries of its state."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -93,8 +89,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         self._model = model
         self._overlapped: LiveOverlapped | None = None
         self._state: OptimizerState | None = None
-        self._gathered: dict[str, Any] = {}
         self._shown: list[dict[str, Any]] = []
+        self._saves = Saves()
         super().__init__(params, defaults)
         if model is None:
             self._comm = communicator(comm)
@@ -362,52 +358,53 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         """Switch to another communicator, whose ranks may not know the rate of an earlier step."""
         self._comm, self._settings = comm, self._settings.anew()
 
-    def gather_states(self) -> None:
-        """Give rank 0 what belongs to each rank, so that its `state_dict` is that of all ranks until the next step.
+    def gather_states(self, to: int = 0) -> None:
+        """Give one rank what belongs to each, so that its `state_dict` is that of all ranks until the next step.
 
-        For frameworks in which one rank saves for all, such as Accelerate, Lightning and the Trainer of Hugging Face.
-        Every rank loads that dict. Collective. Each rank sends its residuals to rank 0, which needs memory for those of
-        all ranks; with many ranks, let every rank save its own dict instead.
+        For scripts and frameworks in which one rank saves for all. Every rank loads that dict. Collective: all ranks
+        call it, just before one saves. Each rank sends its residuals, and the one needs memory for those of all ranks;
+        with many ranks, let every rank save its own dict instead. Lightning and Fabric call it themselves, under the
+        name ``consolidate_state_dict`` that it has in ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+
+        Parameters
+        ----------
+        to : int
+            The rank that will save.
         """
-        self._gathered = {}
-        saved = self.state_dict()["state"]
-        ((own, parameters, bucketed),) = [
-            value for entry in saved.values() for key, value in entry.items() if rank_of(key)
-        ]
-        whole = {**own, **{f"{_PARAMETER}{name}": p for name, p in parameters.items()}}
-        comm, like = self._comm, self._tensors[0].detach()
-        stages = gather_dicts(whole, rank=comm.rank, size=comm.size, like=like)
-        gathered = self._drive(stages, "gather_states")
-        for one in gathered:
-            found = {key: x.cpu() if hasattr(x, "cpu") else x for key, x in one.items()}
-            parameters = {key: found.pop(key) for key in list(found) if key.startswith(_PARAMETER)}
-            self._gathered[of_rank(found["rank"], found["size"])] = (
-                found,
-                {key.removeprefix(_PARAMETER): p for key, p in parameters.items()},
-                bucketed,
-            )
+        self._saves.forget()
+        own = own_part(self.state_dict()["state"])
+        like = self._tensors[0].detach()
+        self._saves.gather(own, self._in_use(), self.core_state, self._comm, like=like, root=to)
+
+    consolidate_state_dict = gather_states
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the parameters, and the groups; the first parameter's also has this rank's own entries.
 
         Residuals differ between ranks, so every rank must save its own dict as a whole; or see `gather_states`.
         torch.distributed.checkpoint keeps the entries of each rank, and one copy of the entries that all ranks share.
+
+        Warns
+        -----
+        UserWarning
+            Once, if this rank has residuals or other arrays of its own, and only some ranks save: at once in a
+            framework that is known to do so, else over torch.distributed when it saves for the second time.
         """
         saved = super().state_dict()
-        state, overlapped = self.core_state, self._overlapped
-        optimizer = (
-            overlapped.in_use if overlapped else self._settings.optimizer(self.param_groups, state.step)
-        )
+        state, optimizer = self.core_state, self._in_use()
+        whole = optimizer.state_dict(state)
+        self._saves.note(optimizer, state, whole, self._comm)
         names = dict(zip(map(id, self._tensors), self._names, strict=True))
         every = [p for group in self.param_groups for p in group["params"]]
         saved["state"] = nested(
             {n: (names[id(p)], self.state[p]) for n, p in enumerate(every) if id(p) in names},
-            optimizer.state_dict(state),
+            whole,
             optimizer.own_kinds(state.stage),
             dict(zip(self._names, self._values(), strict=True)) if optimizer.apart(state.stage) else {},
-            bucketed=overlapped is not None,
+            bucketed=self._overlapped is not None,
         )
-        saved["state"][min(saved["state"])] |= self._gathered
+        of_all = of_ranks(self._saves.gathered, bucketed=self._overlapped is not None)
+        saved["state"][min(saved["state"])] |= of_all
         groups = [
             {key: value for key, value in group.items() if key not in self.fixed}
             for group in saved["param_groups"]
@@ -415,7 +412,12 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         saved["param_groups"] = self._settings.saved(groups, state.step)
         return saved
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        lost: Literal["raise", "drop"] = "raise",
+    ) -> None:
         """Continue from a saved state.
 
         Parameters
@@ -423,7 +425,11 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         state_dict : mapping, or sequence of mappings
             What `state_dict` returned on this rank, or what torch.distributed.checkpoint has read with a
             `qcomp.torch.LoadPlanner`. Or a list with what it returned on all ranks that saved, even if their number was
-            another.
+            another. Where no rank had residuals or other arrays of its own, as in the exact warm-up, what any one rank
+            has saved fits all, on any number of ranks.
+        lost : {"raise", "drop"}
+            What to do if the states of some ranks are missing that had such arrays. With ``"drop"`` they are lost, see
+            `qcomp.OneBitAdam.load_state_dict`; the rest is kept.
 
         Raises
         ------
@@ -431,14 +437,19 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             If it belongs to another rank, model or optimizer, or the state of a rank is missing. Nothing has changed
             then.
         MismatchError
-            On the other ranks, if some rank raises ValueError.
+            On the other ranks, if some rank raises ValueError, with its reason.
+
+        Warns
+        -----
+        UserWarning
+            On every rank, of what ``lost="drop"`` has dropped.
 
         Notes
         -----
         Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's own are in its state, and
         are put back here. So load the model before.
         """
-        states, parameters, groups = self._agree_on(state_dict)
+        states, own, groups = self._agree_on(state_dict)
         before = [dict(group) for group in self.param_groups]
         settings = self._settings.anew()
         last_rate: float | None = None
@@ -456,29 +467,32 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             self._agree(problem, doing="load_state_dict", what="load its state")
             assert optimizer is not None
             if self._overlapped is not None:
-                self._overlapped.adopt(states, optimizer)
+                self._overlapped.adopt(states, optimizer, lost)
                 loaded = self._overlapped.state
             else:
-                loaded = optimizer.load_state_dict(states, self._values(), self._comm, self._names)
+                loaded = optimizer.load_state_dict(states, self._values(), self._comm, self._names, lost=lost)
         except Exception:
             self.param_groups[:] = before
             self._take(self.core_state)
             raise
         self._settings = settings.anew(last_rate)
         self._take(loaded)
-        if parameters and optimizer.apart(loaded.stage) and self._is_own(states, loaded, optimizer):
+        if own is None or not own.parameters or not optimizer.apart(loaded.stage):
+            return
+        # With means of all ranks' arrays, a rank's own parameters do not belong to its arrays any more.
+        if (isinstance(states, Mapping) and lost == "raise") or _has_arrays_of(own.state, loaded, optimizer):
             with torch.no_grad():
                 for name, p in zip(self._names, self._tensors, strict=True):
-                    p.copy_(parameters[name])
+                    p.copy_(own.parameters[name])
 
     def _agree_on(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[dict[str, Any] | list[dict[str, Any]], dict[str, Any], Any]:
-        """Return what the core loads, this rank's own parameters, and the groups.
+    ) -> tuple[dict[str, Any] | list[dict[str, Any]], OfRank | None, Any]:
+        """Return what the core loads, this rank's own part of it, and the groups.
 
-        The core loads this rank's own state. If any rank has none, or a list, or one for other servers, all ranks pass
-        all states that they have, to be shared out. If this rank has no groups, they are those of the first rank that
-        has some.
+        The core loads this rank's own state, or that of the one rank that has saved, which may fit every rank. If any
+        rank has neither, or a list, or one for other servers, all ranks pass all states that they have, to be shared
+        out. If this rank has no groups, they are those of the first rank that has some.
 
         Raises
         ------
@@ -505,14 +519,9 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             places = [(one["rank"], one["size"]) for one in scalars]
             here = (self._comm.rank, self._comm.size)
             own = found[places.index(here)] if here in places else None
-            several = is_list or own is None or own.bucketed != (self._overlapped is not None)
             if not is_list and own is None and [size for _, size in places] == [here[1]]:
-                raise ValueError(
-                    f"the state belongs to rank {places[0][0]} of {here[1]}; this is rank {here[0]}: its residuals "
-                    "belong to that rank alone. Load what this rank has saved, or pass a list with the states of all "
-                    "ranks; where one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, "
-                    "call gather_states() before it saves"
-                )
+                own = found[0]
+            several = is_list or own is None or own.bucketed != (self._overlapped is not None)
             text = json.dumps([groups, several], default=float)
         except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
@@ -525,19 +534,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                 "state_dict is an empty list on every rank; expected the states of all ranks that saved"
             )
         states = own.state if own is not None and not several else [one.state for one in found]
-        return states, own.parameters if own is not None else {}, groups
-
-    def _is_own(self, states: Any, loaded: OptimizerState, optimizer: Optimizer) -> bool:
-        """Return whether a rank continues with its own arrays, to which its parameters belong; else with means."""
-        if isinstance(states, Mapping):
-            return True
-        places = [(one["rank"], one["size"]) for one in map(read_scalars, states)]
-        own = states[places.index((loaded.rank, loaded.size))]
-        return all(
-            torch.equal(own[f"{kind}.{name}"].to(x.device), x)
-            for kind in optimizer.own_kinds(loaded.stage)
-            for name, x in zip(loaded.names, _kinds(loaded)[kind], strict=True)
-        )
+        return states, own, groups
 
     def _require_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Raise ValueError unless the parameters in a state are those of this optimizer, or none."""
@@ -550,6 +547,12 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                 raise ValueError(
                     f"it has the parameter {name!r} of shape {tuple(found)}; expected {tuple(p.shape)}"
                 )
+
+    def _in_use(self) -> Optimizer:
+        """Return the optimizer of the core, as the last step has used it."""
+        if self._overlapped is not None:
+            return self._overlapped.in_use
+        return self._settings.optimizer(self.param_groups, self.core_state.step)
 
     def _values(self) -> list[Any]:
         return [p.detach() for p in self._tensors]
@@ -600,7 +603,8 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
 
     def _take(self, state: OptimizerState) -> None:
         """Make a state the current one, and show each parameter's part of it in torch's own ``state``."""
-        self._state, self._gathered = state, {}
+        self._state = state
+        self._saves.forget()
         kinds = {kind: arrays for kind, arrays in _kinds(state).items() if arrays}
         self._shown = [{kind: arrays[i] for kind, arrays in kinds.items()} for i in range(len(self._tensors))]
         for p, shown in zip(self._tensors, self._shown, strict=True):
@@ -611,6 +615,15 @@ def _as_precise(grad: Any, p: Any) -> Any:
     """Return a gradient in the precision in which its parameter is computed: its ``grad_dtype`` may be another."""
     is_double = [x is not None and x.dtype == torch.float64 for x in (grad, p)]
     return grad if grad is None or is_double[0] == is_double[1] else grad.to(p.dtype)
+
+
+def _has_arrays_of(own: Mapping[str, Any], loaded: OptimizerState, optimizer: Optimizer) -> bool:
+    """Return whether a loaded state has the arrays that differ between ranks from one rank's state."""
+    return all(
+        torch.equal(own[f"{kind}.{name}"].to(x.device), x)
+        for kind in optimizer.own_kinds(loaded.stage)
+        for name, x in zip(loaded.names, _kinds(loaded)[kind], strict=True)
+    )
 
 
 def _kinds(state: OptimizerState) -> dict[str, Any]:

@@ -7,26 +7,29 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from qcomp.checkpoint.saves import Saves
 from qcomp.comm.base import Communicator
+from qcomp.core.checkpoint.gathering import of_rank, states_in
 from qcomp.core.mean.stages import AllGather, Stages, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
+from qcomp.core.outer.settings import WARMUP
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import with_plain_names
 from qcomp.private_names.torch import inside_compiled
 from qcomp.torch.alike import take_first_values
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.products import plain_products
-from qcomp.torch.saved import of_rank, rank_of
 from qcomp.torch.trained import Trained
 
 __all__ = ["OuterLoop"]
@@ -84,7 +87,9 @@ class OuterLoop:
     -----
     UserWarning
         On every rank, if all ranks have the same outer gradients in the first round, or gradients in the first step of
-        a warm-up; see `qcomp.OuterLoop.step`. On a rank where no parameter has a gradient in an inner step.
+        a warm-up; see `qcomp.OuterLoop.step`. On a rank where no parameter has a gradient in an inner step; where a
+        warm-up begins, but an optimizer has made steps before, as after a checkpoint without the loop's state; or once,
+        where an inner optimizer's state was saved, and the loop's not.
 
     Notes
     -----
@@ -140,12 +145,14 @@ class OuterLoop:
                 self._drive(self._trained.first_buffer_stages(self._state), "first buffers")
         self._calls = _StepCalls()
         self._has_begun = False
+        self._saves, self._inner_saves = Saves(), _InnerSaves()
         self._hooks = [
             hook
             for one in optimizers
             for hook in (
                 one.register_step_pre_hook(self._before),
                 one.register_step_post_hook(self._after),
+                one.register_state_dict_post_hook(self._inner_saves.note),
             )
         ]
         _LOOPED.update(optimizers)
@@ -187,19 +194,47 @@ class OuterLoop:
         trained = self._trained
         return dict(zip(trained.names, self._loop.shared(trained.values(), self._state), strict=True))
 
+    def gather_states(self, to: int = 0) -> None:
+        """Give one rank the loops and parameters of all, so that its `state_dict` has them until the next inner step.
+
+        For scripts and frameworks in which one rank saves for all; every rank loads that dict. Collective. The states
+        of inner optimizers and buffers stay on their ranks: in a checkpoint of one rank, all get its own.
+
+        Parameters
+        ----------
+        to : int
+            The rank that will save; it needs memory for the parameters and residuals of all ranks.
+        """
+        self._inner_saves.has_own = True
+        values = self._trained.values()
+        own = self._loop.state_dict(values, self._state)
+        self._saves.gather(own, self._loop, self._state, self._comm, like=values[0], root=to)
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's loop and parameters under one key, such as "rank 0 of 2".
 
-        Every rank saves its own dict, with those of its optimizers and, for buffers, that of its model. As the keys
-        differ, torch.distributed.checkpoint keeps the states of all ranks.
+        Every rank saves its own dict, with those of its optimizers and, for buffers, that of its model; or see
+        `gather_states`. As the keys differ, torch.distributed.checkpoint keeps the states of all ranks.
+
+        Warns
+        -----
+        UserWarning
+            Once, if only some ranks save their parameters; see ``state_dict`` of the optimizers in `qcomp.torch`.
         """
+        self._inner_saves.has_own = True
         whole = self._loop.state_dict(self._trained.values(), self._state)
+        within = self._loop.every + self._loop.delay if self._loop.delay else 0
+        self._saves.note(self._loop, self._state, whole, self._comm, within=within)
         own = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in whole.items()}
         # torch.distributed.checkpoint reads a tuple whole, not into these arrays before anything is checked.
-        return {of_rank(self._state.rank, self._state.size): (own,)}
+        return {of_rank(self._state.rank, self._state.size): (own,)} | self._saves.of_all
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+        self,
+        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> None:
         """Continue from saved states, and write the parameters into the model. Collective.
 
@@ -207,8 +242,9 @@ class OuterLoop:
         ----------
         state_dict : dict, or list of dict
             This rank's own, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or those of
-            all ranks that saved, see `qcomp.OuterLoop.load_state_dict`.
-        strict : bool
+            all ranks that saved, see `qcomp.OuterLoop.load_state_dict`. In the warm-up, and of an exact loop at the end
+            of an outer round, also that of any one rank.
+        strict, lost
             As for `qcomp.OuterLoop.load_state_dict`.
 
         Raises
@@ -217,10 +253,11 @@ class OuterLoop:
             As for `qcomp.OuterLoop.load_state_dict`; nothing has changed then.
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
-        saved = with_plain_names(_states_in(state_dict, self._comm.size))
+        saved = with_plain_names(states_in(state_dict, self._comm.rank, self._comm.size))
         params, state = self._loop.load_state_dict(
-            saved, like, self._comm, self._trained.names, strict=strict
+            saved, like, self._comm, self._trained.names, strict=strict, lost=lost
         )
+        self._saves.forget()
         self._trained.look_anew()
         self._trained.write(params)
         self._state = state
@@ -236,8 +273,9 @@ class OuterLoop:
             self._trained.require_all()
         if not self._has_begun and not self._state.step:
             self._require_unchanged()
+            self._warn_of_a_second_warmup()
         self._has_begun = True
-        if self._state.stage != "warmup":
+        if self._state.stage != WARMUP:
             return None
         (of_step, *given), named = args, dict(kwargs)
         closure = named.pop("closure", given[0] if given else None)
@@ -267,6 +305,17 @@ class OuterLoop:
                     "step, such as another optimizer or a forward pass that writes to them"
                 )
 
+    def _warn_of_a_second_warmup(self) -> None:
+        """Warn if a warm-up begins, and an optimizer has made steps before."""
+        for number, optimizer in enumerate(self._trained.optimizers):
+            if self._state.stage == WARMUP and _has_stepped(optimizer):
+                warn_caller(
+                    f"a warm-up of {self._loop.warmup} steps begins, but optimizer {number} has made steps before: if "
+                    "this run goes on from a checkpoint, load the state_dict() of its OuterLoop too, without which it "
+                    "repeats the warm-up and loses what the ranks owed. If the loop is new, this warning means nothing"
+                )
+                return
+
     @torch.no_grad()
     def _average(self, optimizer: Any) -> None:
         """Replace the gradients of an optimizer's parameters by their means."""
@@ -294,21 +343,50 @@ class OuterLoop:
                 params, state = self._running.step(values, before, shares=True)
         self._drive(self._trained.buffer_stages(self._loop, before, state), "buffers")
         self._trained.write(params)
+        self._saves.forget()
+        self._inner_saves.end_step(before.step)
         self._state = state
 
 
-def _states_in(saved: Any, size: int) -> Any:
-    """Return the state of the core in what one of ``size`` ranks has saved, or a list; flat in earlier releases."""
-    if isinstance(saved, Sequence) and not isinstance(saved, str | bytes):
-        of_each = [_states_in(one, 0) for one in saved]
-        return [state for found in of_each for state in (found if isinstance(found, list) else [found])]
-    if not isinstance(saved, Mapping) or not all(map(rank_of, saved)):
-        return saved
-    if not all(isinstance(value, list | tuple) and len(value) == 1 for value in saved.values()):
-        return saved  # which loading refuses on every rank
-    states = [value[0] for value in saved.values()]
-    is_own = len(states) == 1 and next(iter(saved)).endswith(f" of {size}")
-    return states[0] if is_own else states
+def _has_stepped(optimizer: Any) -> bool:
+    """Return whether an optimizer has made steps, as far as its state tells."""
+    if isinstance(optimizer, AveragingOptimizer):
+        return bool(optimizer.core_state.step)
+    entries = [entry for entry in optimizer.state.values() if isinstance(entry, Mapping)]
+    return any(
+        bool(entry["step"]) if "step" in entry else entry.get("momentum_buffer") is not None
+        for entry in entries
+    )
+
+
+class _InnerSaves:
+    """Notices that the states of inner optimizers are saved without that of their loop.
+
+    Attributes
+    ----------
+    has_own : bool
+        Whether the loop's state was saved since the last inner step.
+    """
+
+    def __init__(self) -> None:
+        self.has_own = False
+        self._has_inner = False
+        self._has_warned = False
+
+    def note(self, *_: Any) -> None:
+        """Take note that the state of an inner optimizer is saved."""
+        self._has_inner = True
+
+    def end_step(self, step: int) -> None:
+        """Warn once if only an inner state was saved after a step, now that the next one has been made."""
+        if step and self._has_inner and not self.has_own and not self._has_warned:
+            self._has_warned = True
+            warn_caller(
+                f"the state of an inner optimizer was saved after step {step}, but not that of its OuterLoop: a run "
+                "that resumes without it begins a new loop, repeats its warm-up, and loses what the ranks owed. Save "
+                "outer.state_dict() too; where one rank saves for all, call outer.gather_states() on all ranks before"
+            )
+        self._has_inner = self.has_own = False
 
 
 class _StepCalls:

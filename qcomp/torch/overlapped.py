@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import MismatchError
@@ -87,12 +87,12 @@ class LiveOverlapped(OverlappedOptimizer):
                 )
         super().step()
 
-    def adopt(self, saved: Any, optimizer: Optimizer) -> None:
+    def adopt(self, saved: Any, optimizer: Optimizer, lost: Literal["raise", "drop"]) -> None:
         """Continue from a saved state of the core, with an optimizer that has its settings."""
         before, self._used = self._step.optimizer, None  # the next backward pass reads the settings anew
         self._step.use(optimizer)
         try:
-            self.load_state_dict(saved)
+            self.load_state_dict(saved, lost=lost)
         except Exception:
             self._step.use(before)
             raise

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from qcomp.torch.saved import of_rank, rank_of
+from qcomp.core.checkpoint.gathering import of_rank, rank_of
 
 __all__ = ["LoadPlanner"]
 

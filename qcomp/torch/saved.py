@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from qcomp.core.checkpoint.format import renamed, some
+from qcomp.core.checkpoint.gathering import of_rank, rank_of
 from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 from qcomp.core.optimizers.makers import without_groups
 from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["OfRank", "flattened", "nested", "of_rank", "rank_of"]
+__all__ = ["OfRank", "flattened", "nested", "of_ranks", "own_part"]
 
 _SHARED = "shared"
 """The key of a parameter's entries that are equal on all ranks, and of its name."""
 
-_OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
-
 _BEFORE = "averaging"
 """The key of everything that belonged to no parameter, in states of earlier releases."""
+
+_PARAMETER = "parameter."
+"""Prefix of the names of a rank's own parameters, where they are beside the entries of its state."""
 
 
 class OfRank(NamedTuple):
@@ -32,17 +33,6 @@ class OfRank(NamedTuple):
     """The parameters by name, if they differed between the ranks."""
     bucketed: bool
     """Whether a model averaged bucket by bucket, so that ranks served other elements."""
-
-
-def of_rank(rank: int, size: int) -> str:
-    """Return the key of the entries that belong to one rank."""
-    return f"rank {rank} of {size}"
-
-
-def rank_of(key: Any) -> tuple[int, int] | None:
-    """Return the rank and the number of ranks in a key of `of_rank`, None for another."""
-    found = _OF_RANK.fullmatch(str(key))
-    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def nested(
@@ -84,6 +74,24 @@ def nested(
         bucketed,
     )
     return entries
+
+
+def own_part(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the one rank in the entries of `nested` has for itself, as a flat dict for `gather_dicts`."""
+    ((own, parameters, _),) = [
+        value for entry in entries.values() for key, value in entry.items() if rank_of(key)
+    ]
+    return {**own, **{f"{_PARAMETER}{name}": p for name, p in parameters.items()}}
+
+
+def of_ranks(gathered: Mapping[str, Mapping[str, Any]], *, bucketed: bool) -> dict[str, Any]:
+    """Return the entries of ranks as in the result of `nested`, from those that `own_part` returned on each."""
+    found: dict[str, Any] = {}
+    for key, one in gathered.items():
+        parameters = {name: p for name, p in one.items() if name.startswith(_PARAMETER)}
+        own = {name: x for name, x in one.items() if name not in parameters}
+        found[key] = own, {name.removeprefix(_PARAMETER): p for name, p in parameters.items()}, bucketed
+    return found
 
 
 def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]) -> list[OfRank]:

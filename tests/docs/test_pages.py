@@ -24,6 +24,7 @@ LANGUAGES = {"python", "sh", "text", "diff", "toml", "{toctree}", "{include}"}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3"),  # done by the page on torch
+    pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 2, without the residuals of rank 1"),
     # The gradients of the page on Bagua shrink to a thousandth after the freeze, and the watch warns of it.
     pytest.mark.filterwarnings("ignore:the variance of QAdam no longer fits the gradients"),
 ]

@@ -344,7 +344,7 @@ class TestErrors:
         assert others
         for error in others:
             assert isinstance(error, MismatchError)
-            assert "checkpoint is 'refused' on rank 0" in str(error)
+            assert "rank 0 cannot load its state: ValueError: the state belongs to rank 7" in str(error)
 
     def test_of_different_settings(self, grads):
         """Loading runs the handshake, like a first start."""

@@ -1,6 +1,7 @@
 """Parameters that all ranks must have alike: they become so at the start, and are compared later."""
 
 import copy
+import re
 import warnings
 from collections import defaultdict
 
@@ -218,7 +219,7 @@ class TestOtherCalls:
             return refused(calls.get(call, optimizer.gather_states))
 
         for text in run_local(2, rank_main):
-            assert f"rank 0: {call} of OneBitAdam" in text
+            assert re.search(rf"rank 0: {call}[^:]* of OneBitAdam", text)
             assert "rank 1: step 3 (warmup) of OneBitAdam" in text
 
     def test_moments_that_a_script_throws_away_are_an_error(self):

@@ -197,13 +197,13 @@ for name in ("OneBitAdam", "CompressedSGD"):
 
 def told(start, ask):
     model, optimizer = start
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(FREEZE + 2))
     before, groups = content(model, optimizer), str(optimizer.param_groups)
     text = refusal(lambda: ask(model, optimizer)).replace("\\n", " ")
     assert content(model, optimizer) == before, text
     assert str(optimizer.param_groups) == groups
     print(text)
-    train(model, optimizer, range(2, 4))
+    train(model, optimizer, range(FREEZE + 2, FREEZE + 4))
 
 def load(source):
     return lambda model, optimizer: dcp.load({{"optimizer": optimizer}}, checkpoint_id=f"{{path}}/{{source}}")
@@ -305,3 +305,34 @@ for one, two in zip(model.parameters(), twin.parameters(), strict=True):
 assert any(x.any() for x in outer.core_state.exchange.worker)
 """,
         )
+
+
+@pytest.mark.slow
+def test_a_rank_that_saves_alone_is_warned_and_nobody_else(said, tmp_path):
+    """Over torch.distributed, by its store: with dcp, and where every rank saves, there is no warning."""
+    first, second = said(
+        2,
+        f"""
+path = {str(tmp_path)!r}
+for how in ("dcp", "get_state_dict", "all", "gathered", "rank 0"):
+    model, optimizer = made("OneBitAdam")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(FREEZE + 3):
+            train(model, optimizer, [step])
+            if how == "dcp":
+                dcp.save(plain(model, optimizer), checkpoint_id=f"{{path}}/{{how}}{{step}}")
+            elif how == "get_state_dict":
+                dcp.save(wrapped(model, optimizer), checkpoint_id=f"{{path}}/{{how}}{{step}}")
+            elif how == "gathered":
+                optimizer.gather_states()
+            if how == "all" or (me == 0 and how in ("rank 0", "gathered")):
+                optimizer.state_dict()
+    print(how, [str(w.message)[:44] for w in found if "state_dict" in str(w.message)])
+""",
+    )
+    silent = [f"{how} []" for how in ("dcp", "get_state_dict", "all", "gathered")]
+    assert first[:4] == silent
+    assert first[4].startswith("rank 0 ['1 of 2 ranks called state_dict after step")
+    assert first[4].count("state_dict") == 1
+    assert second == [*silent, "rank 0 []"]

@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qcomp.compat.deepspeed.sign_mean import Errors, sign_mean
 from qcomp.core.checkpoint.manifest import facts_of
@@ -130,6 +130,7 @@ class DeepSpeedOptimizer(Optimizer):
         host: str | None = None,
         names: Sequence[str] | None = None,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
         number: int = 0,
     ) -> Stages[OptimizerState]:
         """Return the state saved by `state_dict`, including errors; see `qcomp.Optimizer.load_state_dict`.
@@ -140,8 +141,12 @@ class DeepSpeedOptimizer(Optimizer):
         Raises
         ------
         ValueError
-            As in `qcomp.Optimizer.load_state_dict`, and for dicts from another number of ranks.
+            As in `qcomp.Optimizer.load_state_dict`; for dicts from another number of ranks, and for ``lost="drop"``.
         """
+        if lost != "raise":
+            raise ValueError(
+                f"lost is {lost!r}; expected 'raise': an error fits only the shard of its own rank"
+            )
         if not isinstance(saved, Mapping):
             known = facts_of(
                 saved, lambda _: None

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["Part", "coverage", "is_within"]
+__all__ = ["Part", "coverage", "is_within", "require_disjoint"]
 
 Part = tuple[int, int]
 """Where a part of a tensor starts and stops."""
@@ -27,3 +27,14 @@ def coverage(parts: Sequence[Part], size: int, what: str) -> int:
             "elements equally often"
         )
     return max(1, changes[0])
+
+
+def require_disjoint(parts: Sequence[Part], size: int, what: str) -> None:
+    """Raise ValueError unless parts lie within a tensor, and no two of them share an element."""
+    end = 0
+    for start, stop in sorted(parts):
+        if start < end or stop > size:
+            raise ValueError(
+                f"the state has {what} for the ranges {sorted(parts)}; expected disjoint ranges of its {size} elements"
+            )
+        end = stop

@@ -257,7 +257,7 @@ def from_state_dict(
     Parameters
     ----------
     saved : mapping
-        The results of `read_scalars` and `read_arrays` together.
+        The results of `read_scalars` and `read_arrays` together, of this rank.
     begin : callable
         Takes a step and a stage. Returns a state with that step and the arrays that the dict must have.
     mean : CompressedMean
@@ -269,16 +269,9 @@ def from_state_dict(
     Raises
     ------
     ValueError
-        If the dict belongs to another rank, number of ranks or model, or has a number that is not accepted.
+        If the dict belongs to another model, or has a number that is not accepted.
     """
     template = begin(saved["step"], saved["stage"])
-    rank, size = saved["rank"], saved["size"]
-    if (rank, size) != (template.rank, template.size):
-        raise ValueError(
-            f"the state belongs to rank {rank} of {size}; this is rank {template.rank} of "
-            f"{template.size}: its residuals belong to that rank alone; pass a list with the dicts of all {size} "
-            f"ranks to resume with another number of ranks"
-        )
     expected = dict(named_arrays(template, mean))
     numbers = {f"{NUMBER}{name}": name for name in template.numbers}
     require_keys(saved, {*expected, *numbers})

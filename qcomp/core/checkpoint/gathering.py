@@ -1,8 +1,9 @@
-"""Sending the saved dicts of all ranks to one rank, as pure stages."""
+"""Saved dicts of several ranks: sending all to one rank, as pure stages, and one dict that has those of each."""
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qcomp.core.checkpoint.manifest import Entry
@@ -11,7 +12,47 @@ from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllToAll, Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, bytes_of, device, dtype_name
 
-__all__ = ["gather_dicts"]
+__all__ = ["gather_dicts", "of_rank", "rank_of", "states_in"]
+
+_OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
+
+
+def of_rank(rank: int, size: int) -> str:
+    """Return the key of what belongs to one rank."""
+    return f"rank {rank} of {size}"
+
+
+def rank_of(key: Any) -> tuple[int, int] | None:
+    """Return the rank and the number of ranks in a key of `of_rank`, None for another."""
+    found = _OF_RANK.fullmatch(str(key))
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def states_in(saved: Any, rank: int, size: int) -> Any:
+    """Return what the core loads from a dict with the states of ranks under keys of `of_rank`, or from a list of such.
+
+    That is the state of this rank; or, if one of as many ranks has saved alone, its state, which may fit every rank;
+    else a list of all states. Anything else is returned as it is.
+
+    Parameters
+    ----------
+    saved : dict, or list of dict
+        The values are tuples with one state.
+    rank, size : int
+        This rank, and the number of ranks.
+    """
+    if isinstance(saved, Sequence) and not isinstance(saved, str | bytes):
+        of_each = [states_in(one, 0, 0) for one in saved]
+        return [state for found in of_each for state in (found if isinstance(found, list) else [found])]
+    if not isinstance(saved, Mapping) or not all(map(rank_of, saved)):
+        return saved
+    if not all(isinstance(value, list | tuple) and len(value) == 1 for value in saved.values()):
+        return saved  # which loading refuses on every rank
+    states = {rank_of(key): value[0] for key, value in saved.items()}
+    if (rank, size) in states:
+        return states[rank, size]
+    found = list(states.values())
+    return found[0] if [of for _, of in filter(None, states)] == [size] else found
 
 
 def gather_dicts(

@@ -1,12 +1,15 @@
-"""Descriptions of saved dicts, which the ranks exchange before they resume in another world."""
+"""Descriptions of saved dicts, which the ranks exchange before they resume in another world.
+
+A dict without arrays that its rank alone has fits every rank.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, read_scalars, some
+from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, array_keys, read_scalars, some
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -19,16 +22,29 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.reporting import name_ranks
 
 __all__ = [
+    "CURES",
     "Entry",
     "Manifest",
+    "as_of_rank",
     "describe",
     "facts_of",
     "holders",
     "kind_of",
+    "name_missing",
+    "own_kinds_in",
+    "phrase",
     "require_agreement",
     "require_no_problem",
     "shared_entries",
 ]
+
+CURES = (
+    "Where one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, call gather_states() "
+    "before it saves, on all ranks; lost='drop' loads a state without what is missing"
+)
+"""The advice to those who load the state of one rank alone."""
+
+_RESIDUALS = (WORKER, SERVER)
 
 _NAMED = 8
 """The most ranks in a message."""
@@ -101,8 +117,11 @@ def require_no_problem(told: Sequence[Any]) -> None:
         raise ValueError("; ".join(problems))
 
 
-def holders(held: Sequence[Any]) -> list[int]:
-    """Return for each old rank the new rank that contributes its dict, given the facts of every new rank."""
+def holders(held: Sequence[Any]) -> tuple[dict[int, int], int]:
+    """Return the new rank that contributes the dict of each old rank, and the number of old ranks.
+
+    An old rank whose dict no rank has is not among the keys. ``held`` has the facts of every new rank.
+    """
     require_no_problem(held)
     dicts = [(new, *fact) for new, facts in enumerate(held) for fact in facts]
     if not dicts:
@@ -121,20 +140,26 @@ def holders(held: Sequence[Any]) -> list[int]:
     ]
     if twice:
         raise ValueError(f"saved has a dict more than once: {'; '.join(twice)}")
-    given = {old for _, old in counts}
     strange = [each for each in dicts if each[1] >= old_size]
     if strange:
         raise ValueError(f"{_told(strange[0])}: it is damaged; load an earlier one")
-    if len(given) < old_size:  # a damaged dict may claim any size, so look for the first few only
-        missing = list(islice((old for old in range(old_size) if old not in given), _NAMED))
-        more = old_size - len(given) - len(missing)
-        raise ValueError(
-            f"no rank passes the dict of old {name_ranks(missing)}{f' and {more} more' if more else ''}; expected all "
-            f"{old_size}, each on some rank"
-        )
-    having = [[new for new, other in counts if other == old] for old in range(old_size)]
+    having: dict[int, list[int]] = {}
+    for new, old in sorted(counts):
+        having.setdefault(old, []).append(new)
     # A rank contributes its own dict; if all ranks have all dicts, each contributes an equal share.
-    return [old % len(held) if old % len(held) in ranks else min(ranks) for old, ranks in enumerate(having)]
+    by = {
+        old: old % len(held) if old % len(held) in ranks else min(ranks)
+        for old, ranks in sorted(having.items())
+    }
+    return by, old_size
+
+
+def name_missing(given: Collection[int], size: int) -> str:
+    """Return a phrase that names the first of the old ranks whose dicts are missing, and counts the others."""
+    # A damaged dict may claim any size, so look for the first few only.
+    missing = list(islice((old for old in range(size) if old not in given), _NAMED))
+    more = size - len(given) - len(missing)
+    return f"{name_ranks(missing)}{f' and {more} more' if more else ''}"
 
 
 def _told(fact: Sequence[Any]) -> str:
@@ -159,19 +184,20 @@ def describe(scalars: Mapping[str, Any], found: Mapping[str, Array], own_kinds: 
     return Manifest(told, arrays)
 
 
-def require_agreement(manifests: Sequence[Manifest], owned_kinds: Sequence[str] = ()) -> None:
-    """Raise ValueError unless the dicts agree in all entries that do not belong to one rank.
+def require_agreement(manifests: Mapping[int, Manifest], owned_kinds: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the dicts of old ranks agree in all entries that do not belong to one rank.
 
     Arrays of the kinds in ``owned_kinds`` need not be in every dict.
     """
-    first = shared_entries(manifests[0], owned_kinds)
-    for old, manifest in enumerate(manifests):
+    reference = min(manifests)
+    first = shared_entries(manifests[reference], owned_kinds)
+    for old, manifest in manifests.items():
         other = shared_entries(manifest, owned_kinds)
         differing = [key for key in sorted({*first, *other}) if first.get(key) != other.get(key)]
         if differing:
             raise ValueError(
-                f"the dicts of old ranks 0 and {old} differ in [{some(differing)}], which must be the same on all "
-                "ranks: they belong to different jobs"
+                f"the dicts of old ranks {reference} and {old} differ in [{some(differing)}], which must be the same "
+                "on all ranks: they belong to different jobs"
             )
 
 
@@ -183,3 +209,38 @@ def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, 
     scalars = {name: value for name, value in manifest.scalars.items() if name != "skipped"}
     entries = {**scalars, **manifest.but_kinds(WORKER, SERVER, *owned_kinds)}
     return {key: repr(value) for key, value in entries.items()}
+
+
+def own_kinds_in(optimizer: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of arrays in a saved state that its rank alone has, in order; none if it fits every rank.
+
+    Parameters
+    ----------
+    optimizer : Optimizer or OuterLoop
+        What the state belongs to.
+    saved : mapping
+        Numbers and texts as Python objects; of arrays, the keys are enough.
+    """
+    present = {kind_of(key) for key in array_keys(saved)}
+    return tuple(sorted(present.intersection(optimizer.differing_kinds(saved))))
+
+
+def phrase(kinds: Sequence[str]) -> str:
+    """Return a phrase that names kinds of arrays.
+
+    Examples
+    --------
+    >>> phrase(("momentum", "pending", "server_residual", "worker_residual"))
+    "residuals, 'momentum' and 'pending'"
+    """
+    others = [repr(kind) for kind in kinds if kind not in _RESIDUALS]
+    parts = ["residuals"][: len(kinds) - len(others)] + others
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def as_of_rank(saved: Mapping[str, Any], rank: int, size: int, template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one rank, which fits every rank, as that of another; residuals are those of ``template``."""
+    found = {key: value for key, value in saved.items() if kind_of(key) not in _RESIDUALS}
+    if len(found) < len(saved):
+        found |= {key: x for key, x in template.items() if kind_of(key) in _RESIDUALS}
+    return found | {"rank": rank, "size": size}

@@ -8,7 +8,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from qcomp.core.checkpoint.coverage import Part, coverage, is_within
+from qcomp.core.checkpoint.coverage import Part, coverage, is_within, require_disjoint
 from qcomp.core.checkpoint.format import (
     SCHEMA,
     SERVER,
@@ -22,12 +22,15 @@ from qcomp.core.checkpoint.format import (
     require_sizes,
 )
 from qcomp.core.checkpoint.manifest import (
+    CURES,
     Entry,
     Manifest,
     describe,
     facts_of,
     holders,
     kind_of,
+    name_missing,
+    phrase,
     require_agreement,
     require_no_problem,
 )
@@ -72,12 +75,16 @@ class World(NamedTuple):
     """Raises ValueError for the scalars of a dict that another optimizer has saved."""
     adopt: Callable[[Saved], Saved]
     """Returns a dict, in its own types, with the entries that this optimizer keeps."""
+    differing: Callable[[Saved], tuple[str, ...]]
+    """Takes a dict. Returns the kinds of arrays in it that other ranks did not have, see `own_kinds_in`."""
     owned: Sequence[str] = ()
     """The keys of all arrays that exist once in the world; the same on all ranks."""
     tracked: Mapping[str, str] = MappingProxyType({})
     """The optimizer's own kinds whose mean over the old ranks is an array of another kind, which all ranks have."""
     lost: Collection[int] = ()
     """The old ranks whose own arrays are lost, and are zeros in their dicts; the same on all ranks."""
+    drops: bool = False
+    """Whether dicts may be missing although their ranks had arrays of their own, which are then lost."""
 
     @property
     def owned_kinds(self) -> tuple[str, ...]:
@@ -106,14 +113,15 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     optimizer's own kinds become their means, arrays that exist once in the world go to their new owners, and everything
     else, which must be equal in all dicts, stays the same. A server that is not a worker for its chunk, as around a
     ring, gets the Nth part of that worker residual: the share that it would have contributed to the mean as a worker.
-    Where arrays of old ranks are lost, the total lacks their residuals, and the optimizer's own kinds are means over
-    the other ranks.
+    Where arrays of old ranks are lost, the total lacks their residuals, the optimizer's own kinds are means over the
+    other ranks, and arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old
+    ranks, so no more is repaid than is owed; in a hierarchy, whose nodes share residuals, less is.
 
     Parameters
     ----------
     saved : sequence of mappings
-        The dicts that this rank has, from any old ranks; all ranks together must have all of them. If several ranks
-        have copies of a dict, one of them is used.
+        The dicts that this rank has, from any old ranks. All ranks together must have all of them, unless the old ranks
+        had no arrays of their own. If several ranks have copies of a dict, one of them is used.
     world : World
 
     Raises
@@ -134,7 +142,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     all ranks.
     """
     facts = yield from _told(facts_of(saved, world.accept), world)
-    old_holders = holders(facts)
+    by, size = holders(facts)
     _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
     template = world.template(step, stage)
     intact: dict[int, Saved] = {}
@@ -142,7 +150,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     described: Any = {}
     try:
         for scalars, one in [(read_scalars(one), one) for one in saved]:
-            if old_holders[scalars["rank"]] == world.rank:
+            if by[scalars["rank"]] == world.rank:
                 intact[scalars["rank"]] = scalars | read_arrays(one)
         for old, one in intact.items():
             require_sizes(one, world.sizes.values(), template.values())
@@ -154,23 +162,44 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     told = yield from _told(described, world)
     require_no_problem(told)
     found = {int(old): facts for of_rank in told for old, facts in of_rank.items()}
-    manifests = [
-        Manifest(scalars, {key: Entry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
-        for _, (scalars, arrays) in sorted(found.items())
-    ]
+    manifests = {
+        old: Manifest(scalars, {key: Entry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
+        for old, (scalars, arrays) in sorted(found.items())
+    }
     require_agreement(manifests, world.owned_kinds)
-    fits = not world.lost and len(manifests) == world.size and _fits(manifests[world.rank], template)
+    differing = sorted(
+        {kind for m in manifests.values() for kind in world.differing({**m.scalars, **m.arrays})}
+    )
+    averaged = world.own_kinds(stage)
+    if len(by) < size:
+        given = {key for manifest in manifests.values() for key in manifest.arrays}
+        lost_once = {kind_of(key) for key in world.owned if key not in given}
+        differing = sorted(lost_once.union(kind for kind in differing if kind not in world.owned_kinds))
+        if differing and not world.drops:
+            raise ValueError(
+                f"no rank passes the dict of old {name_missing(by, size)}; expected all {size}, each on some rank, "
+                f"since their {phrase(differing)} are in no other dict. {CURES}"
+            )
+        averaged = tuple(kind for kind in averaged if kind in differing)
+    whole = not world.lost and len(by) == size == world.size
+    fits = whole and _fits(manifests[world.rank], template)
     if all((yield from _told(fits, world))):
-        arrays = yield from _hand_over(mine, old_holders, manifests, world)
-    elif (yield from _only_servers_move(manifests, template, world)):
-        handed = yield from _hand_over(mine, old_holders, manifests, world)
-        served = yield from _served(mine, old_holders, manifests, template, world)
+        arrays = yield from _hand_over(mine, by, manifests, world)
+        scalars = manifests[world.rank].scalars
+    elif (yield from _only_servers_move(manifests, template, world, whole=whole)):
+        handed = yield from _hand_over(mine, by, manifests, world)
+        served = yield from _served(mine, by, manifests, template, world)
         arrays = {key: served[key] if kind_of(key) == SERVER else handed[key] for key in template}
+        scalars = manifests[world.rank].scalars
     else:
-        arrays = yield from _merge(mine, old_holders, manifests, template, world)
-        manifests = [_with_all_skips(manifests)] * world.size
+        covered = _require_mergeable(manifests, template, world, size)
+        _warn_of_merging(differing, averaged, by, size, world)
+        arrays = yield from _merge(mine, by, manifests, template, world, covered=covered, averaged=averaged)
+        skipped = max(
+            manifest.scalars["skipped"] for manifest in manifests.values()
+        )  # one rank may skip a step alone
+        scalars = {**manifests[min(by)].scalars, "skipped": skipped}
     require_no_problem((yield from _told(_damage(intact), world)))  # last, since other messages say more
-    scalars = manifests[world.rank].scalars
     return {"schema": SCHEMA, **scalars, "rank": world.rank, "size": world.size, **arrays}
 
 
@@ -190,12 +219,6 @@ def _damage(saved: Mapping[int, Saved]) -> str | None:
     return None
 
 
-def _with_all_skips(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the combined description of dicts that may differ in skipped steps, which one rank may skip alone."""
-    skipped = max(manifest.scalars["skipped"] for manifest in manifests)
-    return manifests[0]._replace(scalars={**manifests[0].scalars, "skipped": skipped})
-
-
 def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
     """Return whether a dict has exactly the arrays of a rank in this world."""
     return {key: entry.shape for key, entry in manifest.arrays.items()} == {
@@ -204,11 +227,14 @@ def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
 
 
 def _only_servers_move(
-    manifests: Sequence[Manifest], template: Mapping[str, Array], world: World
+    manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World, *, whole: bool
 ) -> Stages[bool]:
-    """Return whether the dicts have the arrays of this world, and only the servers of some elements differ."""
+    """Return whether the dicts have the arrays of this world, and only the servers of some elements differ.
+
+    ``whole`` says whether there is a dict of each rank of this world.
+    """
     fits = False
-    if not world.lost and len(manifests) == world.size:
+    if whole:
         scalars, arrays = manifests[world.rank].scalars, manifests[world.rank].but_kinds(SERVER)
         fits = _fits(
             Manifest(scalars, arrays), {key: x for key, x in template.items() if kind_of(key) != SERVER}
@@ -217,7 +243,12 @@ def _only_servers_move(
     told = yield from _told((fits, own), world)
     new = _served_once(chain.from_iterable(parts for _, parts in told), world)
     old = _served_once(
-        ((key, math.prod(x.shape)) for each in manifests for key, x in each.of_kinds(SERVER).items()), world
+        (
+            (key, math.prod(x.shape))
+            for each in manifests.values()
+            for key, x in each.of_kinds(SERVER).items()
+        ),
+        world,
     )
     return all(fits for fits, _ in told) and bool(old) and old == new
 
@@ -240,15 +271,15 @@ def _served_once(lengths: Iterable[tuple[str, int]], world: World) -> set[str] |
 
 def _served(
     mine: Mapping[int, Saved],
-    by: Sequence[int],
-    manifests: Sequence[Manifest],
+    by: Mapping[int, int],
+    manifests: Mapping[int, Manifest],
     template: Mapping[str, Array],
     world: World,
 ) -> Stages[dict[str, Array]]:
     """Return the server residuals of the elements that this rank serves now, from the old servers."""
     wanted = {key: (*world.place(key), like) for key, like in template.items() if kind_of(key) == SERVER}
     pieces: dict[str, list[tuple[int, Array]]] = {key: [] for key in wanted}
-    for old, manifest in enumerate(manifests):
+    for old, manifest in manifests.items():
         for key, entry in manifest.of_kinds(SERVER).items():  # one at a time, as in `_unmerged`
             part = yield from _from_one(by[old], mine.get(old), key, entry, world)
             name, start = world.place(key)
@@ -264,10 +295,10 @@ def _served(
 
 
 def _hand_over(
-    mine: Mapping[int, Saved], by: Sequence[int], manifests: Sequence[Manifest], world: World
+    mine: Mapping[int, Saved], by: Mapping[int, int], manifests: Mapping[int, Manifest], world: World
 ) -> Stages[dict[str, Array]]:
     """Return the arrays of the dict with this rank's number, which another rank may hold."""
-    if by == list(range(world.size)):
+    if all(old == new for old, new in by.items()):
         return {key: mine[world.rank][key] for key in manifests[world.rank].arrays}
     messages = {
         old: join([_bytes(each[key], world) for key in manifests[old].arrays] or [_nothing(world)])
@@ -282,33 +313,54 @@ def _hand_over(
     return {key: entry.read(buffer) for buffer, (key, entry) in zip(buffers, entries, strict=True)}
 
 
+def _warn_of_merging(
+    differing: Sequence[str], averaged: Sequence[str], by: Mapping[int, int], size: int, world: World
+) -> None:
+    """Warn, if ranks had arrays that others did not have, that they resume in another world, and of what is lost."""
+    if not differing:
+        return
+    if not world.lost and len(by) == size:
+        warn_caller(
+            f"a state of {size} ranks resumes with {world.size}, or with other chunks: every rank starts with the "
+            "total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
+        )
+        return
+    means = [kind for kind in differing if kind in averaged]
+    lost_once = [kind for kind in differing if kind in world.owned_kinds]
+    starts = {
+        "the total of the other residuals": {WORKER, SERVER}.intersection(differing),
+        f"the mean of the others' {phrase(means)}": means,
+        f"zeros where {phrase(lost_once)} are lost": lost_once,
+    }
+    told = ", and with ".join(text for text, kinds in starts.items() if kinds)
+    ranks = name_ranks(world.lost) if world.lost else name_missing(by, size)
+    warn_caller(
+        f"a state of {size} ranks resumes with {world.size}, without the {phrase(differing)} of {ranks}: every rank "
+        f"starts with {told}"
+    )
+
+
 def _merge(
     mine: Mapping[int, Saved],
-    by: Sequence[int],
-    manifests: Sequence[Manifest],
+    by: Mapping[int, int],
+    manifests: Mapping[int, Manifest],
     template: Mapping[str, Array],
     world: World,
+    *,
+    covered: Mapping[str, int],
+    averaged: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return the initial arrays of this rank in a different world."""
-    own_kinds = world.own_kinds(manifests[0].scalars["stage"])
-    covered = _require_mergeable(manifests, template, world)
-    if world.lost:
-        warn_caller(
-            f"a state of {len(manifests)} ranks resumes with {world.size}, without the residuals of "
-            f"{name_ranks(world.lost)}: every rank starts with the total of the other residuals"
-        )
-    else:
-        warn_caller(
-            f"a state of {len(manifests)} ranks resumes with {world.size}, or with other chunks: every rank starts "
-            "with the total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
-        )
-    arrays = yield from _unmerged(mine, by, manifests, template, world)
+    """Return the initial arrays of this rank in a different world.
+
+    ``covered`` is from `_require_mergeable`. Of the kinds in ``averaged``, every rank gets the mean over the old ranks.
+    """
+    arrays = yield from _unmerged(mine, by, manifests, template, world, averaged=averaged)
 
     shares = {
         f"{WORKER}.{name}": _share(mine, name, count, template, world) for name, count in covered.items()
     }
     alive = len(manifests) - len(world.lost)
-    for key in manifests[0].of_kinds(*own_kinds):
+    for key in manifests[min(by)].of_kinds(*averaged):
         kind, _, name = key.partition(".")
         if kind in world.tracked:
             mean = arrays[f"{world.tracked[kind]}.{name}@0"]
@@ -343,24 +395,29 @@ def _merge(
 
 def _unmerged(
     mine: Mapping[int, Saved],
-    by: Sequence[int],
-    manifests: Sequence[Manifest],
+    by: Mapping[int, int],
+    manifests: Mapping[int, Manifest],
     template: Mapping[str, Array],
     world: World,
+    *,
+    averaged: Sequence[str],
 ) -> Stages[dict[str, Array]]:
     """Return the arrays that need no arithmetic: those that are equal in all dicts, and those that exist once."""
-    apart = (WORKER, SERVER, *world.own_kinds(manifests[0].scalars["stage"]), *world.owned_kinds)
+    first = min(by)
+    apart = (WORKER, SERVER, *averaged, *world.owned_kinds)
     arrays = {}
     for key in world.owned:  # one at a time, so that no rank needs memory for the arrays of all others
-        old = next(old for old, manifest in enumerate(manifests) if key in manifest.arrays)
-        found = yield from _from_one(by[old], mine.get(old), key, manifests[old].arrays[key], world)
         if key in template:
-            arrays[key] = found
-    for key, entry in manifests[0].but_kinds(*apart).items():
-        if len(set(by)) == world.size:  # all ranks have it, and it is equal
+            arrays[key] = template[key]  # zeros, where the dict with it is missing
+        for old in [old for old, manifest in manifests.items() if key in manifest.arrays]:
+            found = yield from _from_one(by[old], mine.get(old), key, manifests[old].arrays[key], world)
+            if key in template:
+                arrays[key] = found
+    for key, entry in manifests[first].but_kinds(*apart).items():
+        if len(set(by.values())) == world.size:  # all ranks have it, and it is equal
             arrays[key] = mine[min(mine)][key]
         else:
-            arrays[key] = yield from _from_one(by[0], mine.get(0), key, entry, world)
+            arrays[key] = yield from _from_one(by[first], mine.get(first), key, entry, world)
     return arrays
 
 
@@ -385,12 +442,12 @@ def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Arr
 
 
 def _require_mergeable(
-    manifests: Sequence[Manifest], template: Mapping[str, Array], world: World
+    manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World, size: int
 ) -> dict[str, int]:
     """Return the number of old ranks over which each tensor's residuals are averaged, by tensor name.
 
     This is the number of ranks with a worker or a server residual for an element: the server of a chunk may not be a
-    worker for it.
+    worker for it. If some of the ``size`` dicts are missing, it is the number of all old ranks.
 
     Raises
     ------
@@ -398,14 +455,14 @@ def _require_mergeable(
         If the dicts belong to another model or optimizer.
     """
     apart = (WORKER, SERVER, *world.owned_kinds)
-    alike = manifests[0].but_kinds(*apart)
+    alike = manifests[min(manifests)].but_kinds(*apart)
     expected = {key: like for key, like in template.items() if kind_of(key) not in apart}
     require_keys(alike, expected)
-    _require_owned(manifests, world)
+    _require_owned(manifests, world, size)
     for key, like in expected.items():
         require_fit(alike[key].shape, alike[key].dtype, like, key)
     likes = {world.place(key)[0]: like for key, like in template.items() if kind_of(key) == WORKER}
-    held = [manifest.of_kinds(WORKER, SERVER) for manifest in manifests]
+    held = [manifest.of_kinds(WORKER, SERVER) for manifest in manifests.values()]
     if not any(held):  # without compression or without feedback
         return {}
     if not likes:
@@ -425,11 +482,16 @@ def _require_mergeable(
                 raise ValueError(f"the state has {key}, which stays exact here: another model or optimizer")
             require_dtype(entry.dtype, likes[name], key)
             own[kind_of(key)].setdefault(name, []).append((start, start + math.prod(entry.shape)))
+        for kind, of_kind in own.items():
+            for name, parts in of_kind.items():
+                require_disjoint(parts, world.sizes[name], f"{kind}.{name}")
         for name, parts in own[WORKER].items():
             alone = [part for part in own[SERVER].get(name, []) if not is_within(part, parts)]
             taking_part.setdefault(name, []).extend([*parts, *alone])
         for name, parts in own[SERVER].items():
             served.setdefault(name, []).extend(parts)
+    if len(manifests) < size:
+        return dict.fromkeys(taking_part, size)
     for name, parts in served.items():
         coverage(parts, world.sizes[name], f"{SERVER}.{name}")
     return {
@@ -437,10 +499,16 @@ def _require_mergeable(
     }
 
 
-def _require_owned(manifests: Sequence[Manifest], world: World) -> None:
-    """Raise ValueError, on all ranks alike, unless one dict has each array that exists once, of its size and dtype."""
-    owned = [entry for manifest in manifests for entry in manifest.of_kinds(*world.owned_kinds).items()]
-    require_keys((key for key, _ in owned), world.owned)
+def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -> None:
+    """Raise ValueError, on all ranks alike, unless one dict has each array that exists once, of its size and dtype.
+
+    If some of the ``size`` dicts are missing, so may be some of these arrays.
+    """
+    owned = [
+        entry for manifest in manifests.values() for entry in manifest.of_kinds(*world.owned_kinds).items()
+    ]
+    given = {key for key, _ in owned}
+    require_keys(given, world.owned if len(manifests) == size else given.intersection(world.owned))
     twice = sorted(key for key, count in Counter(key for key, _ in owned).items() if count > 1)
     if twice:
         raise ValueError(

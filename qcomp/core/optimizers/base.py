@@ -8,7 +8,7 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
+from qcomp.core.checkpoint.format import MAKER, SERVER, TOPOLOGY, WORKER, sealed, to_state_dict
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.averaging import TakesAveraging
@@ -142,6 +142,18 @@ class Optimizer(TakesAveraging, ABC):
             A stage of this optimizer, such as "warmup" or "compressed".
         """
         return ()
+
+    def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the kinds of arrays in which the saved states of the ranks may differ: residuals, and `own_kinds`.
+
+        A state without such arrays, as of an exact warm-up, fits every rank, so one rank may save it for all.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar
+            From `state_dict`; numbers and texts are Python objects.
+        """
+        return (WORKER, SERVER, *self.mean.owned_kinds, *self.own_kinds(saved["stage"]))
 
     def apart(self, stage: str) -> bool:  # noqa: ARG002
         """Return whether the ranks have different parameters in a stage by design.
@@ -489,6 +501,7 @@ class Optimizer(TakesAveraging, ABC):
         names: Sequence[str] | None = None,
         *,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> OptimizerState:
         """Return the state saved by `state_dict`; training resumes as if it had never stopped.
 
@@ -496,12 +509,18 @@ class Optimizer(TakesAveraging, ABC):
         ----------
         saved : mapping of str to array or scalar, or sequence of them
             This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
-            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others.
+            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others. A dict
+            without arrays that its rank alone has fits every rank, on any number of ranks: one of an exact optimizer,
+            or of an exact warm-up.
         params, comm, names
             As for `init`.
         strict : bool
             Whether the optimizer that saved the state must have this class and the same compressors. False also
             silences the warning about other settings.
+        lost : {"raise", "drop"}
+            What to do if the dicts of some ranks are missing that had residuals or other arrays of their own. With
+            ``"drop"`` these are lost: their residuals count as zero, every rank gets the mean of the other ranks'
+            arrays of `own_kinds`, and arrays that one rank kept for all begin at zero.
 
         Raises
         ------
@@ -518,9 +537,10 @@ class Optimizer(TakesAveraging, ABC):
         UserWarning
             If the state was saved with other settings, naming them; or if the dicts come from another number of ranks,
             or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
-            preserves the sum identity of `CompressedMean`.
+            preserves the sum identity of `CompressedMean`. Or on every rank of what ``lost="drop"`` has dropped.
         """
-        return drive(self.load_stages(saved, params, **place_in(comm), names=names, strict=strict), comm)
+        stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
+        return drive(stages, comm)
 
     def load_stages(
         self,
@@ -532,20 +552,21 @@ class Optimizer(TakesAveraging, ABC):
         host: str | None = None,
         names: Sequence[str] | None = None,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
         number: int = 0,
     ) -> Stages[OptimizerState]:
         """Do what `load_state_dict` does as a generator of pure stages.
 
         Parameters
         ----------
-        saved, params, names, strict
+        saved, params, names, strict, lost
             As for `load_state_dict`.
         rank, size, host, number
             As for `init_stages`.
         """
         tensors = as_tensors(params, "params")
         names, place = names_of(names, tensors), Place(rank, size, host, number)
-        return (yield from resume(self, saved, tensors, names, place, strict=strict))
+        return (yield from resume(self, saved, tensors, names, place, strict=strict, missing=lost))
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step.

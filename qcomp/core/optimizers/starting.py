@@ -14,8 +14,9 @@ from qcomp.core.checkpoint.format import (
     require_intact,
     require_sizes,
 )
+from qcomp.core.checkpoint.manifest import CURES, as_of_rank, own_kinds_in, phrase
 from qcomp.core.checkpoint.reshard import World, regroup
-from qcomp.core.handshake import handshake_stages
+from qcomp.core.handshake import agree_stages, gather_texts, handshake_stages
 from qcomp.core.mean.nodes import require_rank_in
 from qcomp.core.mean.stages import Owner, Stages, owned
 from qcomp.core.mean.topologies.registry import AUTO
@@ -121,12 +122,15 @@ def resume(
     *,
     strict: bool = True,
     lost: Collection[int] = (),
+    missing: str = "raise",
 ) -> Stages[OptimizerState]:
-    """Return the state to resume from, see `Optimizer.load_state_dict`; ``lost`` as in `World`."""
+    """Return the state to resume from, see `Optimizer.load_state_dict`.
+
+    ``lost`` is as in `World`, ``missing`` what ``lost`` is there.
+    """
     owner = Owner(_ANY_KIND, place.number, names, 0, "load_state_dict")
-    return (
-        yield from owned(_resume(optimizer, saved, tensors, names, place, strict=strict, lost=lost), owner)
-    )
+    stages = _resume(optimizer, saved, tensors, names, place, strict=strict, lost=lost, missing=missing)
+    return (yield from owned(stages, owner))
 
 
 def _resume(
@@ -138,6 +142,7 @@ def _resume(
     *,
     strict: bool,
     lost: Collection[int],
+    missing: str,
 ) -> Stages[OptimizerState]:
     fresh = yield from begin(optimizer, tensors, names, place, compare=False)
 
@@ -145,18 +150,28 @@ def _resume(
         if strict:
             require_maker(one, optimizer)
 
-    def load(own: Saved) -> OptimizerState:
+    def load(own: Saved, *, regrouped: bool) -> OptimizerState:
         begun, one = fresh, read_scalars(own)
-        if isinstance(saved, Mapping):
+        if not regrouped:
             accept(one)
-            if optimizer.mean.topology == AUTO and TOPOLOGY in one:
+            if optimizer.mean.topology == AUTO and TOPOLOGY in one and one["size"] == place.size:
                 begun = optimizer.compression.in_topology(one[TOPOLOGY], fresh, tensors)
         begun = with_numbers_of(one, begun)
         one |= read_arrays(own)
         mean = optimizer.mean_of(begun)
+
+        def enter(step: int, stage: str) -> OptimizerState:
+            found: OptimizerState = optimizer.enter(begun._replace(step=step), stage)
+            return found
+
+        mine = one
+        if (one["rank"], one["size"]) != (place.rank, place.size):
+            _require_of_any_rank(optimizer, one, place)
+            template = dict(named_arrays(enter(one["step"], one["stage"]), mean))
+            mine = as_of_rank(one, place.rank, place.size, template)
         state = from_state_dict(
-            optimizer.adopt(one, begun) if isinstance(saved, Mapping) else one,
-            lambda step, stage: optimizer.enter(begun._replace(step=step), stage),
+            mine if regrouped else optimizer.adopt(mine, begun),
+            enter,
             mean,
             lambda template: {**limits_of_own(template), **optimizer.limits(template)},
         )
@@ -165,8 +180,8 @@ def _resume(
         require_intact(one)  # last, since other messages say more
         return state
 
-    world = _world(optimizer, fresh, tensors, accept)._replace(lost=lost)
-    loaded = yield from _load(saved, world, load)
+    world = _world(optimizer, fresh, tensors, accept)._replace(lost=lost, drops=missing == "drop")
+    loaded = yield from _load(saved, world, load, missing)
     yield from compare_states(optimizer, loaded, tensors[0], "when they resume")
     if not optimizer.apart(loaded.stage):
         values = {"values": digests(fresh.names, tensors)}
@@ -188,31 +203,51 @@ def _world(
         params[0],
         accept,
         lambda one: optimizer.adopt(one, fresh),
+        lambda one: own_kinds_in(optimizer, one),
         owned_keys(fresh, mean),
         mean.tracked_kinds,
     )
 
 
+def _require_of_any_rank(optimizer: Any, saved: Saved, place: Place) -> None:
+    """Raise ValueError if another rank has saved a state with arrays that it alone had."""
+    kinds = own_kinds_in(optimizer, saved)
+    if kinds:
+        raise ValueError(
+            f"the state belongs to rank {saved['rank']} of {saved['size']}; this is rank {place.rank} of {place.size}: "
+            f"its {phrase(kinds)} belong to that rank alone. Load what this rank has saved, or pass a list with the "
+            f"dicts of all {saved['size']} ranks. {CURES}"
+        )
+
+
 def _load(
-    saved: Saved | Sequence[Saved], world: World, load: Callable[[Saved], OptimizerState]
+    saved: Saved | Sequence[Saved], world: World, load: Callable[..., OptimizerState], missing: str
 ) -> Stages[OptimizerState]:
     """Return what ``load`` makes from a dict of this rank, once all ranks have loaded theirs."""
     what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
-    yield from handshake_stages({"saved": what}, size=world.size, like=world.like)
+    yield from handshake_stages({"saved": what, "lost": missing}, size=world.size, like=world.like)
+    if missing not in ("raise", "drop"):
+        raise ValueError(f"lost is {missing!r}; expected 'raise' or 'drop'")
+    if isinstance(saved, Mapping) and world.drops:
+        of_others = yield from gather_texts("x" * _is_of_another(saved, world), world.size, world.like)
+        saved = [saved] if any(of_others) else saved
     own = saved if isinstance(saved, Mapping) else (yield from regroup(saved, world))
     loaded, problem = None, None
     try:
-        loaded = load(own)
-    except Exception as error:
-        problem = error  # perhaps of this rank alone: tell all, so that no rank waits
-    verdict = f"of step {loaded.step}, {loaded.stage}, {loaded.exchange.topology}" if loaded else "refused"
-    try:
-        yield from handshake_stages({"checkpoint": verdict}, size=world.size, like=world.like)
-    except Exception:
-        if problem:  # says more than that the ranks differ
-            raise problem from None
-        raise
-    if problem:
-        raise problem
+        loaded = load(own, regrouped=own is not saved)
+    except Exception as error:  # perhaps of this rank alone: tell all, so that no rank waits
+        problem = error
+    yield from agree_stages(problem, what="load its state", size=world.size, like=world.like)
     assert loaded is not None
+    verdict = f"of step {loaded.step}, {loaded.stage}, {loaded.exchange.topology}"
+    yield from handshake_stages({"checkpoint": verdict}, size=world.size, like=world.like)
     return loaded
+
+
+def _is_of_another(saved: Saved, world: World) -> bool:
+    """Return whether a dict has arrays that another rank alone had."""
+    try:
+        one = {**saved, **read_scalars(saved)}
+        return (one["rank"], one["size"]) != (world.rank, world.size) and bool(world.differing(one))
+    except ValueError:  # which `load` reports
+        return False

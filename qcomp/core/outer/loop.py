@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
@@ -456,6 +456,7 @@ class OuterLoop(OuterSettings):
         names: Sequence[str] | None = None,
         *,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> tuple[Any, OptimizerState]:
         """Return the parameters and the state saved by `state_dict`; training resumes as if it had never stopped.
 
@@ -468,7 +469,8 @@ class OuterLoop(OuterSettings):
         ----------
         saved : mapping of str to array or scalar, or sequence of them
             This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
-            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others.
+            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others. A dict of
+            the warm-up, or of an exact loop at the end of an outer round, fits every rank, on any number of ranks.
         params : array or sequence of arrays
             Parameters of the same shapes and dtypes, with any values, equal on all ranks.
         comm, names
@@ -476,6 +478,9 @@ class OuterLoop(OuterSettings):
         strict : bool
             Whether the loop that saved the state must have had the same compressors. False also silences the warning
             about other settings.
+        lost : {"raise", "drop"}
+            As for `Optimizer.load_state_dict`. With ``"drop"`` every rank resumes with the mean of the parameters and
+            outer gradients under way that are there.
 
         Returns
         -------
@@ -488,7 +493,8 @@ class OuterLoop(OuterSettings):
         ValueError, MismatchError
             As for `Optimizer.load_state_dict`.
         """
-        return drive(self.load_stages(saved, params, **place_in(comm), names=names, strict=strict), comm)
+        stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
+        return drive(stages, comm)
 
     def load_stages(
         self,
@@ -500,20 +506,21 @@ class OuterLoop(OuterSettings):
         host: str | None = None,
         names: Sequence[str] | None = None,
         strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
         number: int = 0,
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Do what `load_state_dict` does as a generator of pure stages.
 
         Parameters
         ----------
-        saved, params, names, strict
+        saved, params, names, strict, lost
             As for `load_state_dict`.
         rank, size, host, number
             As for `init_stages`.
         """
         tensors = as_tensors(params, "params")
         names, place = names_of(names, tensors), Place(rank, size, host, number)
-        whole = yield from resume(self, saved, tensors, names, place, strict=strict)
+        whole = yield from resume(self, saved, tensors, names, place, strict=strict, missing=lost)
         loaded, state = self.parted(tensors, whole)
         return as_given(loaded, params), state
 

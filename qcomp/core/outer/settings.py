@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from qcomp.core.checkpoint.format import MAKER, SERVER, WORKER
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
@@ -15,6 +16,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import EXACT, Compression
 from qcomp.core.optimizers.groups import Group
+from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.sgd import SGD
 from qcomp.core.optimizers.tensors import copy
 from qcomp.core.outer.fragments import LOCAL, assign, stage_of, under_way
@@ -139,6 +141,29 @@ class OuterSettings(TakesAveraging):
             ``"warmup"``, ``"local"`` or ``"under way ..."``.
         """
         return (OWN, SENT) if self.apart(stage) else ()
+
+    def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the kinds of arrays in which saved states of the ranks may differ, see `Optimizer.differing_kinds`.
+
+        There are none in the warm-up, and residuals alone where an outer round has just ended on all parameters.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar
+            From `state_dict`; numbers and texts are Python objects.
+        """
+        if not self.apart(saved["stage"]):
+            return ()
+        ends_round = saved.get(MAKER) == maker(self) and self._ends_round(saved["step"], saved["stage"])
+        return (WORKER, SERVER, *(() if ends_round else self.own_kinds(saved["stage"])))
+
+    def _ends_round(self, step: int, stage: str) -> bool:
+        """Return whether all ranks have the shared parameters after a step, because it has ended an outer round."""
+        if stage != LOCAL or self.fragments > 1 or self.mixing:
+            return False
+        step -= self.warmup
+        since_landing = step - (self.delay if self.turn == "send" else 0)
+        return not step or (since_landing > 0 and since_landing % self.every == 0)
 
     def apart(self, stage: str) -> bool:
         """Return whether the ranks have different parameters in a stage by design: after the warm-up.

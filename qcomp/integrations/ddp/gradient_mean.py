@@ -1,14 +1,16 @@
 """The hook for gradients as the core sees it: an optimizer whose step returns the mean gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qcomp.core.checkpoint.format import MAKER
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.moved_zeros import keeps_zeros
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
@@ -50,6 +52,11 @@ class GradientMean(Optimizer):
         """Return residuals of zero."""
         first = OptimizerState.first("compressed", names, rank, size)
         return self.compression.begin(first, params, "the hook")
+
+    def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the kinds of arrays in which the ranks may differ: none until the first compressed step."""
+        is_exact = saved["step"] <= self.exact_iterations and saved.get(MAKER) == maker(self)
+        return () if is_exact else super().differing_kinds(saved)
 
     def may_move_zeros(self, state: OptimizerState) -> bool:
         """Return whether the next step is the first that is not exact, and may move zeros."""

@@ -8,7 +8,9 @@ from typing import Any, Literal
 import torch
 from torch.distributed import GradBucket
 
+from qcomp.checkpoint.saves import Saves
 from qcomp.comm.verbs import Verbs
+from qcomp.core.checkpoint.gathering import states_in
 from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.owed import owed
@@ -40,8 +42,11 @@ class HookState:
         self._mean = mean
         self._step: BucketedStep | None = None
         self._saved: Mapping[str, Any] | None = None
+        self._saves = Saves()
 
-    def attach(self, model: Any, comm: Verbs | None = None) -> "HookState":
+    def attach(
+        self, model: Any, comm: Verbs | None = None, *, lost: Literal["raise", "drop"] = "raise"
+    ) -> "HookState":
         """Attach this state to a model; collective over its ranks.
 
         Parameters
@@ -49,6 +54,8 @@ class HookState:
         model : torch.nn.parallel.DistributedDataParallel
         comm : communicator, optional
             See `hook`.
+        lost : {"raise", "drop"}
+            If this state was loaded: as for `load_state_dict`.
 
         Raises
         ------
@@ -61,7 +68,7 @@ class HookState:
             self._mean, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=True
         )
         if self._saved is not None:
-            self.load_state_dict(self._saved)
+            self.load_state_dict(self._saved, lost=lost)
             self._saved = None
         return self
 
@@ -75,19 +82,49 @@ class HookState:
         """Number of backward passes skipped because a gradient on some rank was not finite."""
         return self._running.state.skipped
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`."""
+    def gather_states(self, to: int = 0) -> None:
+        """Give one rank the states of all, so that its `state_dict` has them until the next backward pass. Collective.
+
+        For scripts and frameworks in which one rank saves for all; every rank loads that dict.
+
+        Parameters
+        ----------
+        to : int
+            The rank that will save; it needs memory for the residuals of all ranks.
+        """
         step = self._running
-        return step.optimizer.state_dict(step.state)
+        own, like = step.optimizer.state_dict(step.state), step.values()[0]
+        self._saves.gather(own, step.optimizer, step.state, step.comm, like=like, root=to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
+
+        After `gather_states`, the rank that has gathered returns those of all ranks, under keys such as "rank 0 of 2".
+
+        Warns
+        -----
+        UserWarning
+            Once, if only some ranks save their residuals; see ``state_dict`` of the optimizers in `qcomp.torch`.
+        """
+        step = self._running
+        own = step.optimizer.state_dict(step.state)
+        self._saves.note(step.optimizer, step.state, own, step.comm)
+        return self._saves.of_all or own
 
     def load_state_dict(
-        self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> None:
         """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._running
+        states = with_plain_names(states_in(saved, step.comm.rank, step.comm.size))
         step.state = step.optimizer.load_state_dict(
-            with_plain_names(saved), step.values(), step.comm, step.params.names, strict=strict
+            states, step.values(), step.comm, step.params.names, strict=strict, lost=lost
         )
+        self._saves.forget()
 
     def leave(self) -> dict[int, Any]:
         """Detach this state from its model, and return what is owed to the next gradients of this rank, by number.
@@ -127,6 +164,7 @@ class HookState:
             )
         if factor != 1:
             self._running.rescale(factor)
+            self._saves.forget()
 
     @property
     def _running(self) -> BucketedStep:
@@ -151,6 +189,7 @@ class HookState:
     def _finish(self, running: BackwardPass) -> None:
         """Store the new residuals, or skip the step."""
         step = self._running
+        self._saves.forget()
         if running.refusal is None:
             _, step.state = step.optimizer.apply((), step.take(), step.state)
             return
@@ -165,6 +204,7 @@ class HookState:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._mean, self.nonfinite, self._saved = state["mean"], state["nonfinite"], state["saved"]
         self._step = None
+        self._saves = Saves()
 
 
 def compress_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

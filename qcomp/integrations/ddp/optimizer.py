@@ -2,13 +2,15 @@
 
 # DistributedDataParallel reads the annotations of a hook, so they are not postponed here.
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from qcomp.checkpoint.saves import Saves
 from qcomp.comm.verbs import Verbs
+from qcomp.core.checkpoint.gathering import states_in
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import drive, owned
 from qcomp.core.numeric.arrays import to_compute_dtype
@@ -81,6 +83,7 @@ class OverlappedOptimizer(Joinable):
             optimizer, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=False
         )
         self._model = model
+        self._saves = Saves()
         self._witness: Witness | None = None
         self._is_written_to: bool | None = None
         """Whether something writes to gradients between backward pass and step, perhaps without changing them; None
@@ -119,6 +122,7 @@ class OverlappedOptimizer(Joinable):
             If there was no backward pass since the last step, or it did not finish; or if a gradient was changed after
             its momentum was averaged.
         """
+        self._saves.forget()
         step, running = self._step, self._step.running
         if not running.ended:
             raise RuntimeError(
@@ -158,18 +162,47 @@ class OverlappedOptimizer(Joinable):
                 else:
                     param.grad.zero_()
 
+    def gather_states(self, to: int = 0) -> None:
+        """Give one rank the states of all, so that its `state_dict` has them until the next step; see `HookState`.
+
+        Parameters
+        ----------
+        to : int
+            The rank that will save.
+        """
+        step = self._step
+        own, like = step.optimizer.state_dict(step.state), step.values()[0]
+        self._saves.gather(own, step.optimizer, step.state, step.comm, like=like, root=to)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`."""
-        return self._step.optimizer.state_dict(_with_own_moments(self._step.state))
+        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
+
+        After `gather_states`, the rank that has gathered returns those of all ranks, under keys such as "rank 0 of 2".
+
+        Warns
+        -----
+        UserWarning
+            Once, if only some ranks save their residuals; see ``state_dict`` of the optimizers in `qcomp.torch`.
+        """
+        step = self._step
+        own = step.optimizer.state_dict(_with_own_moments(step.state))
+        self._saves.note(step.optimizer, step.state, own, step.comm)
+        return self._saves.of_all or own
 
     def load_state_dict(
-        self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
     ) -> None:
         """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
         step = self._step
+        states = with_plain_names(states_in(saved, step.comm.rank, step.comm.size))
         loaded = step.optimizer.load_state_dict(
-            with_plain_names(saved), step.values(), step.comm, step.params.names, strict=strict
+            states, step.values(), step.comm, step.params.names, strict=strict, lost=lost
         )
+        self._saves.forget()
         step.discard()  # averages of another state
         step.state = _with_own_moments(loaded)
 

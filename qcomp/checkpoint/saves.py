@@ -1,0 +1,162 @@
+"""How ranks save a state in which each has arrays of its own: one rank for all, or every rank its own."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from qcomp.core.checkpoint.gathering import gather_dicts, of_rank
+from qcomp.core.checkpoint.manifest import own_kinds_in, phrase
+from qcomp.core.mean.stages import drive, owned
+from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.reporting import warn_caller
+from qcomp.core.state import OptimizerState
+from qcomp.private_names.frameworks import saves_one_rank
+
+__all__ = ["Saves"]
+
+
+class Saves:
+    """The saves of one optimizer, hook or outer loop.
+
+    Gathers the states of all ranks on one, and warns once if only some ranks save arrays that each has for itself.
+
+    Attributes
+    ----------
+    gathered : dict of str to dict
+        On the rank that has gathered: the states of all ranks, by `of_rank`, until `forget`.
+    """
+
+    def __init__(self) -> None:
+        self.gathered: dict[str, dict[str, Any]] = {}
+        self._is_gathered = False
+        self._counted: _Save | None = None
+        self._unchecked: _Save | None = None
+        self._has_warned = False
+
+    def gather(
+        self,
+        own: Mapping[str, Any],
+        optimizer: Any,
+        state: OptimizerState,
+        comm: Any,
+        *,
+        like: Any,
+        root: int,
+    ) -> None:
+        """Send the state of each rank to one rank; collective.
+
+        Parameters
+        ----------
+        own : mapping of str to tensor or scalar
+            What this rank saves.
+        optimizer : Optimizer or OuterLoop
+            What the state belongs to.
+        state : OptimizerState
+            The state.
+        comm : Communicator
+            The ranks.
+        like : tensor
+            Gives the device of the buffers.
+        root : int
+            The rank that gets all, in host memory.
+        """
+        owner = owner_of(optimizer, state)._replace(doing=f"gather_states() after step {state.step}")
+        stages = gather_dicts(own, rank=state.rank, size=state.size, like=like, root=root)
+        self.gathered = {
+            of_rank(one["rank"], one["size"]): {
+                key: x.cpu() if hasattr(x, "cpu") else x for key, x in one.items()
+            }
+            for one in drive(owned(stages, owner), comm)
+        }
+        self._is_gathered = True
+
+    @property
+    def of_all(self) -> dict[str, tuple[dict[str, Any]]]:
+        """What was gathered, in tuples, as `states_in` reads it: torch.distributed.checkpoint reads tuples whole."""
+        return {key: (one,) for key, one in self.gathered.items()}
+
+    def forget(self) -> None:
+        """Drop what was gathered, because the state has changed."""
+        self.gathered = {}
+        self._is_gathered = False
+
+    def note(
+        self,
+        optimizer: Any,
+        state: OptimizerState,
+        saved: Mapping[str, Any],
+        comm: Any,
+        *,
+        within: int = 0,
+    ) -> None:
+        """Take note that this rank saves a state, and warn if only some ranks do.
+
+        A rank cannot ask the others, since it may be the only one that saves. So it counts its saves where all ranks
+        count theirs, if its communicator has ``count``. If it saves again after an exchange that has begun since, in
+        which all ranks took part, the count of the save before is complete. A framework that writes the state of one
+        rank alone is known at once.
+
+        Parameters
+        ----------
+        optimizer, state, comm
+            As for `gather`.
+        saved : mapping
+            What this rank saves.
+        within : int
+            The steps in which an exchange begins and ends, if it goes on during steps.
+        """
+        if state.size == 1 or self._is_gathered or self._has_warned:
+            return
+        kinds = own_kinds_in(optimizer, saved)
+        framework = saves_one_rank()
+        if framework is not None:
+            if kinds:
+                self._warn(f"{framework} saves the state of one rank alone", kinds)
+            return
+        now = _Save.of(state, comm, kinds)
+        if now is None:
+            return
+        before = None if self._unchecked is None or self._unchecked.comm is not now.comm else self._unchecked
+        with contextlib.suppress(RuntimeError):  # a store that has ended counts no more
+            if before and now.step - before.step > within and now.bytes_sent > before.bytes_sent:
+                savers = comm.count(before.key, 0)
+                if savers < state.size and (kinds or before.kinds):
+                    text = f"{savers} of {state.size} ranks called state_dict after step {before.step}"
+                    self._warn(text, kinds or before.kinds)
+                before = None
+            if self._counted is None or (self._counted.comm, self._counted.key) != (now.comm, now.key):
+                comm.count(now.key, 1)
+                self._counted = now
+        self._unchecked = before or now
+
+    def _warn(self, what: str, kinds: tuple[str, ...]) -> None:
+        self._has_warned = True
+        warn_caller(
+            f"{what}, but each rank has {phrase(kinds)} of its own, without which the state does not resume: call "
+            "gather_states() on all ranks before one rank saves for all, or let every rank save its own state"
+        )
+
+
+class _Save(NamedTuple):
+    """A save of this rank."""
+
+    key: str
+    """Under which the ranks count it."""
+    step: int
+    comm: Any
+    """A weak reference to the communicator, so that it can end."""
+    bytes_sent: int
+    """How many bytes this rank had sent over it: more afterwards means that another exchange has begun."""
+    kinds: tuple[str, ...]
+    """The kinds of arrays that the rank alone has."""
+
+    @classmethod
+    def of(cls, state: OptimizerState, comm: Any, kinds: tuple[str, ...]) -> _Save | None:
+        """Return the save of a state now; None if the ranks cannot count saves."""
+        if not hasattr(comm, "count"):
+            return None
+        key = f"save of {state.number}, {state.stream} after {state.step}, {state.skipped}"
+        return cls(key, state.step, weakref.ref(comm), comm.bytes_sent, kinds)

@@ -1,0 +1,23 @@
+"""What qcomp uses of frameworks for training that they do not document."""
+
+import inspect
+
+__all__ = ["saves_one_rank"]
+
+_SAVERS = {
+    ("accelerate.checkpointing", "save_accelerator_state"): "Accelerate",
+    ("accelerate.checkpointing", "save_custom_state"): "Accelerate",
+    ("transformers.trainer", "_save_optimizer_and_scheduler"): "the Trainer of Hugging Face",
+}
+"""The functions, by module and name, that ask for states and write those of one rank alone."""
+
+
+def saves_one_rank() -> str | None:
+    """Return the framework that has called, if it writes what it gets on one rank alone; None for another caller."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = _SAVERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return None
