@@ -20,6 +20,8 @@ __all__ = [
     "fsdp_state_of",
     "grad_scale",
     "hooks_of",
+    "hooks_of_loading",
+    "hooks_of_saving",
     "ignored_by",
     "inside_compiled",
     "is_joined_without",
@@ -67,6 +69,22 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # so that torch has made one
     _require(torch.optim.SGD.step, "hooked", "know that an outer loop will notice an optimizer's steps")
     return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def hooks_of_saving(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks to call before and after ``state_dict`` of an optimizer, in their order."""
+    use = "run the hooks of state_dict"
+    before = _require(optimizer, "_optimizer_state_dict_pre_hooks", use)
+    after = _require(optimizer, "_optimizer_state_dict_post_hooks", use)
+    return list(before.values()), list(after.values())
+
+
+def hooks_of_loading(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return the hooks to call before and after ``load_state_dict`` of an optimizer, in their order."""
+    use = "run the hooks of load_state_dict"
+    before = _require(optimizer, "_optimizer_load_state_dict_pre_hooks", use)
+    after = _require(optimizer, "_optimizer_load_state_dict_post_hooks", use)
+    return list(before.values()), list(after.values())
 
 
 def default_store() -> Any:

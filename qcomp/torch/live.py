@@ -139,11 +139,11 @@ def _with_layouts(optimizer: Optimizer, other: Optimizer) -> Optimizer:
 
 
 def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
-    """Return the numbers of all groups under a key, which a scheduler may have made tensors."""
+    """Return the numbers of all groups under a key."""
     found = []
     for number, group in enumerate(groups):
         try:
-            found.append(float(group[key]))
+            found.append(float(_out_of_arrays(group[key])))
         except (KeyError, TypeError, ValueError, OverflowError):
             found.append(math.nan)
         if not 0 <= found[-1] < math.inf:
@@ -164,22 +164,18 @@ def _of_each(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[Any, ...]:
         if key not in group:
             raise ValueError(f"param_groups[{number}] lacks {key}; expected a value for each group")
     readers = [number for number, group in enumerate(groups) if _reads(group, key)] or range(len(groups))
+    first = _out_of_arrays(groups[readers[0]][key])
     found: list[Any] = [None] * len(groups)
     for number in readers:
-        value, first = groups[number][key], groups[readers[0]][key]
+        value = _out_of_arrays(groups[number][key])
         if value is None:
             raise TypeError(f"param_groups[{number}] has {key}=None; expected a value")
-        if getattr(value, "shape", ()):
-            raise TypeError(
-                f"param_groups[{number}] has {key}={value!r:.200}; expected numbers: take them out of the tensor "
-                "with tolist()"
-            )
         if value != first and key not in OF_GROUPS:
             raise ValueError(
                 f"param_groups[{number}] has {key}={value!r:.200}, param_groups[{readers[0]}] has {first!r:.200}; "
                 f"expected one {key} for all groups of an optimizer: make another, with another seed, for each value"
             )
-        found[number] = tuple(value) if isinstance(value, list) else value
+        found[number] = value
     return tuple(found)
 
 
@@ -189,6 +185,16 @@ def _group(number: int, names: Sequence[str], settings: Sequence[Any]) -> Group:
         return Group(tuple(names), *settings)
     except (TypeError, ValueError) as error:
         raise type(error)(f"param_groups[{number}]: {error}") from error
+
+
+def _out_of_arrays(value: Any) -> Any:
+    """Return the numbers in a tensor or list, which schedulers and scripts may write in the place of plain ones."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_out_of_arrays, value))
+    if not hasattr(value, "reshape"):
+        return value
+    numbers = value.reshape(-1).tolist()
+    return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
 def _reads(group: Mapping[str, Any], key: str) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from itertools import chain, count
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -24,14 +27,22 @@ from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
-from qcomp.private_names.torch import ScaledStep, found_inf, grad_scale
+from qcomp.private_names.torch import ScaledStep, found_inf, grad_scale, hooks_of_loading, hooks_of_saving
 from qcomp.torch.alike import COMPARED, compare_parameters, take_first_values
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of, split_last_rate
 from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.products import plain_products
-from qcomp.torch.saved import OfRank, flattened, nested, of_ranks, own_part
+from qcomp.torch.saved import (
+    OfRank,
+    flattened,
+    groups_to_load,
+    nested,
+    of_no_parameter,
+    of_ranks,
+    own_part,
+)
 
 __all__ = ["AveragingOptimizer", "communicator", "untraced"]
 
@@ -156,7 +167,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
                 "attach was called on an optimizer that has a model already; expected once, and not after model="
             )
         names_of(self.param_groups, model)  # raises before anything is exchanged
-        saved = self.state_dict() if self.core_state.step else None
+        saved = self._saved() if self.core_state.step else None
         if saved is not None:
             self._agree(self._other_place(model), doing="attach", what="attach a model")
         before, state = dict(vars(self)), self.core_state
@@ -169,7 +180,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             self._begin()
             self._overlap(None)
             if saved is not None:
-                self.load_state_dict(saved)
+                self._load(saved)
         except Exception:
             vars(self).update(before)
             self._adopt(own, state)
@@ -372,7 +383,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             The rank that will save.
         """
         self._saves.forget()
-        own = own_part(self.state_dict()["state"])
+        own = own_part(self._entries(self._in_use().state_dict(self.core_state)))
         like = self._tensors[0].detach()
         self._saves.gather(own, self._in_use(), self.core_state, self._comm, like=like, root=to)
 
@@ -383,6 +394,12 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
 
         Residuals differ between ranks, so every rank must save its own dict as a whole; or see `gather_states`.
         torch.distributed.checkpoint keeps the entries of each rank, and one copy of the entries that all ranks share.
+        Hooks run as in torch.
+
+        Raises
+        ------
+        RuntimeError
+            If parameters in the groups have been replaced since the optimizer was made.
 
         Warns
         -----
@@ -390,27 +407,46 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             Once, if this rank has residuals or other arrays of its own, and only some ranks save: at once in a
             framework that is known to do so, else over torch.distributed when it saves for the second time.
         """
-        saved = super().state_dict()
+        for hook in hooks_of_saving(self)[0]:
+            hook(self)
+        saved = self._saved()
+        for hook in hooks_of_saving(self)[1]:
+            returned = hook(self, saved)
+            saved = saved if returned is None else returned
+        return saved
+
+    def _saved(self) -> dict[str, Any]:
+        """Return what `state_dict` returns, without hooks."""
+        places = count()
+        groups = [
+            {key: value for key, value in group.items() if key not in (*self.fixed, "params")}
+            | {"params": [next(places) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
+        others = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
         state, optimizer = self.core_state, self._in_use()
         whole = optimizer.state_dict(state)
         self._saves.note(optimizer, state, whole, self._comm)
+        return {
+            "state": {**others, **self._entries(whole)},
+            "param_groups": self._settings.saved(groups, state.step),
+        }
+
+    def _entries(self, whole: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return the saved state of each parameter, by its place in the groups, from that of the core."""
+        state, optimizer = self.core_state, self._in_use()
         names = dict(zip(map(id, self._tensors), self._names, strict=True))
         every = [p for group in self.param_groups for p in group["params"]]
-        saved["state"] = nested(
-            {n: (names[id(p)], self.state[p]) for n, p in enumerate(every) if id(p) in names},
+        kinds = [kind for kind, arrays in _kinds(state).items() if arrays]
+        entries = nested(
+            {n: (names[id(p)], kinds) for n, p in enumerate(every) if id(p) in names},
             whole,
             optimizer.own_kinds(state.stage),
             dict(zip(self._names, self._values(), strict=True)) if optimizer.apart(state.stage) else {},
             bucketed=self._overlapped is not None,
         )
-        of_all = of_ranks(self._saves.gathered, bucketed=self._overlapped is not None)
-        saved["state"][min(saved["state"])] |= of_all
-        groups = [
-            {key: value for key, value in group.items() if key not in self.fixed}
-            for group in saved["param_groups"]
-        ]
-        saved["param_groups"] = self._settings.saved(groups, state.step)
-        return saved
+        entries[min(entries)] |= of_ranks(self._saves.gathered, bucketed=self._overlapped is not None)
+        return entries
 
     def load_state_dict(
         self,
@@ -437,7 +473,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             If it belongs to another rank, model or optimizer, or the state of a rank is missing. Nothing has changed
             then.
         MismatchError
-            On the other ranks, if some rank raises ValueError, with its reason.
+            On the other ranks, if some rank raises ValueError, with its reason, or if one of its hooks raises.
 
         Warns
         -----
@@ -448,33 +484,63 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         -----
         Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's own are in its state, and
         are put back here. So load the model before.
+
+        Hooks run as in torch, and pre-hooks for each dict of a list. If a pre-hook raises, nothing has changed on any
+        rank. If a post-hook raises, all ranks have loaded the state.
         """
+        with self._on_every_rank("run the hooks before it loads its state"):
+            state_dict = self._hooked(state_dict)
+        self._load(state_dict, lost)
+        with self._on_every_rank("run the hooks after it has loaded its state"):
+            for hook in hooks_of_loading(self)[1]:
+                hook(self)
+
+    def _hooked(self, state_dict: Any) -> Any:
+        """Return saved states as the pre-hooks of `load_state_dict` leave them, which get a shallow copy of each."""
+        found = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
+        for number, saved in enumerate(found):
+            found[number] = copy(saved)
+            for hook in hooks_of_loading(self)[0]:
+                returned = hook(self, found[number])
+                found[number] = found[number] if returned is None else returned
+        return found if isinstance(state_dict, Sequence) else found[0]
+
+    @contextmanager
+    def _on_every_rank(self, what: str) -> Iterator[None]:
+        """Raise on every rank if the block raises on any; ``what`` is what it does."""
+        problem = None
+        try:
+            yield
+        except Exception as error:  # perhaps of this rank alone
+            problem = error
+        self._agree(problem, doing="load_state_dict", what=what)
+
+    def _load(
+        self,
+        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        lost: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        """Continue from a saved state, without hooks."""
         states, own, groups = self._agree_on(state_dict)
-        before = [dict(group) for group in self.param_groups]
         settings = self._settings.anew()
         last_rate: float | None = None
         problem = optimizer = None
         try:
-            try:
-                groups, last_rate = split_last_rate(groups)
-                super().load_state_dict({"state": {}, "param_groups": groups})
-                for group, fixed, old in zip(self.param_groups, self._fixed, before, strict=True):
-                    group.pop("param_names", None)  # torch replaces the names by those of the saved state
-                    group.update(fixed | {key: old[key] for key in ("param_names",) if key in old})
-                optimizer = settings.optimizer(self.param_groups, 0)
-            except Exception as error:  # of torch, or of the settings: perhaps of this rank alone
-                problem = ValueError(f"state_dict does not fit: {error}")
-            self._agree(problem, doing="load_state_dict", what="load its state")
-            assert optimizer is not None
-            if self._overlapped is not None:
-                self._overlapped.adopt(states, optimizer, lost)
-                loaded = self._overlapped.state
-            else:
-                loaded = optimizer.load_state_dict(states, self._values(), self._comm, self._names, lost=lost)
-        except Exception:
-            self.param_groups[:] = before
-            self._take(self.core_state)
-            raise
+            groups, last_rate = split_last_rate(groups)
+            groups = groups_to_load(groups, self.param_groups, self._fixed)
+            optimizer = settings.optimizer(groups, 0)
+        except Exception as error:  # perhaps of this rank alone
+            problem = ValueError(f"state_dict does not fit: {error}")
+        self._agree(problem, doing="load_state_dict", what="load its state")
+        assert optimizer is not None
+        if self._overlapped is not None:
+            self._overlapped.adopt(states, optimizer, lost)
+            loaded = self._overlapped.state
+        else:
+            loaded = optimizer.load_state_dict(states, self._values(), self._comm, self._names, lost=lost)
+        first = state_dict if isinstance(state_dict, Mapping) else next(iter(state_dict), None)
+        others = {} if first is None else of_no_parameter(first)
+        self.__setstate__({"state": defaultdict(dict, others), "param_groups": groups})
         self._settings = settings.anew(last_rate)
         self._take(loaded)
         if own is None or not own.parameters or not optimizer.apart(loaded.stage):
@@ -510,6 +576,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         names = [known.get(id(p)) for group in self.param_groups for p in group["params"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         try:
+            self._require_own_groups()
             for one in saved:
                 found += flattened(one, names, sizes)
             groups = saved[0]["param_groups"] if saved else None
@@ -522,7 +589,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             if not is_list and own is None and [size for _, size in places] == [here[1]]:
                 own = found[0]
             several = is_list or own is None or own.bucketed != (self._overlapped is not None)
-            text = json.dumps([groups, several], default=float)
+            text = json.dumps([groups, several], default=lambda x: getattr(x, "tolist", lambda: None)())
         except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
         self._agree(problem, doing="load_state_dict", what="load its state")
@@ -550,6 +617,7 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
 
     def _in_use(self) -> Optimizer:
         """Return the optimizer of the core, as the last step has used it."""
+        self._require_own_groups()
         if self._overlapped is not None:
             return self._overlapped.in_use
         return self._settings.optimizer(self.param_groups, self.core_state.step)
@@ -557,13 +625,17 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
     def _values(self) -> list[Any]:
         return [p.detach() for p in self._tensors]
 
-    def _require_unchanged(self) -> None:
-        """Raise if a setting or parameter has changed that a step does not read again."""
+    def _require_own_groups(self) -> None:
+        """Raise RuntimeError unless the groups have the parameters that the optimizer was made with."""
         if [[(id(p), p.shape) for p in group["params"]] for group in self.param_groups] != self._given:
             raise RuntimeError(
                 "the parameters in param_groups, or their shapes, have changed since the optimizer was made, which has "
                 "moments of the old ones: make the optimizer again, or another for new parameters"
             )
+
+    def _require_unchanged(self) -> None:
+        """Raise if a setting or parameter has changed that a step does not read again."""
+        self._require_own_groups()
         for number, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
             for key, value in fixed.items():
                 if group[key] is not value and group[key] != value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 from qcomp.core.optimizers.makers import without_groups
 from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["OfRank", "flattened", "nested", "of_ranks", "own_part"]
+__all__ = ["OfRank", "flattened", "groups_to_load", "nested", "of_no_parameter", "of_ranks", "own_part"]
 
 _SHARED = "shared"
 """The key of a parameter's entries that are equal on all ranks, and of its name."""
@@ -116,11 +117,8 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     state = read(saved, "state", Entries(), "state_dict")
     for group in groups:
         _require("param_groups has a group that", group, Mapping)
-    of_groups = [read(group, "params", Several(), "a group of param_groups") for group in groups]
-    found = [len(numbers) for numbers in of_groups]
-    if found != list(sizes):
-        raise ValueError(f"state_dict has groups of {found} parameters; this optimizer has {list(sizes)}")
-    numbers = list(chain.from_iterable(of_groups))
+    _require_sizes(groups, sizes)
+    numbers = list(chain.from_iterable(group["params"] for group in groups))
     then: list[str | None] = []
     shared: dict[str, Any] = {}
     ours = _BEFORE in saved
@@ -165,6 +163,61 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
         )
         for one in ranks
     ]
+
+
+def groups_to_load(
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    fixed: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return the ``param_groups`` of an optimizer that continues with saved settings.
+
+    Parameters keep the names that they have, by which they were matched. Those without get the saved ones, as in torch.
+
+    Parameters
+    ----------
+    saved : sequence of mappings
+        The "param_groups" of a saved state.
+    groups : sequence of mappings
+        The ``param_groups`` now.
+    fixed : sequence of mappings
+        The settings of each group that stay as they are.
+
+    Raises
+    ------
+    ValueError
+        If the saved groups have other numbers of parameters, or not a name for each.
+    """
+    _require_sizes(saved, [len(group["params"]) for group in groups])
+    found = []
+    for number, (then, now, own) in enumerate(zip(saved, groups, fixed, strict=True)):
+        kept = {key: now[key] for key in ("params", "param_names") if key in now}
+        group = {**deepcopy(dict(then)), **own, **kept}
+        names = None if "param_names" in kept else group.get("param_names")
+        are_texts = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        if names is not None and not (are_texts and len(names) == len(now["params"])):
+            raise ValueError(
+                f"param_groups[{number}] has param_names={shown(names)}; expected a list with the name of each of its "
+                f"{len(now['params'])} parameters"
+            )
+        found.append(group)
+    return found
+
+
+def of_no_parameter(saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the entries of a saved state that belong to no parameter, as hooks and scripts may have added."""
+    numbers = {str(number) for group in saved["param_groups"] for number in group["params"]}
+    return {key: value for key, value in saved["state"].items() if str(key) not in numbers}
+
+
+def _require_sizes(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> None:
+    """Raise ValueError unless saved groups have these numbers of parameters."""
+    found = [len(read(group, "params", Several(), "a group of param_groups")) for group in groups]
+    if found != list(sizes):
+        raise ValueError(
+            f"state_dict has {len(found)} param_groups of {found} parameters; this optimizer has {list(sizes)}: make "
+            "it with the groups whose state was saved"
+        )
 
 
 def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Sequence[int]) -> dict[str, str]:

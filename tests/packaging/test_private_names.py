@@ -40,6 +40,10 @@ STORED = [
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.all_reduce_grads",
     "torch.nn.parallel:DistributedDataParallel._comm_hooks",
     "torch.nn.parallel:DistributedDataParallel.parameters_to_ignore",
+    "torch.optim:Optimizer._optimizer_load_state_dict_post_hooks",
+    "torch.optim:Optimizer._optimizer_load_state_dict_pre_hooks",
+    "torch.optim:Optimizer._optimizer_state_dict_post_hooks",
+    "torch.optim:Optimizer._optimizer_state_dict_pre_hooks",
     "numba.core.dispatcher:Dispatcher._cache",
     "torchft:Manager._use_async_quorum",
 ]
@@ -228,6 +232,12 @@ MISSING = [
     ("builtins.object", "_version", lambda: of_torch.writes_to(object())),
     ("builtins.object", "parameters_to_ignore", lambda: of_torch.ignored_by(object())),
     ("builtins.object", "_join_config", lambda: of_torch.is_joined_without(object(), object())),
+    (
+        "builtins.object",
+        "_optimizer_load_state_dict_pre_hooks",
+        lambda: of_torch.hooks_of_loading(object()),
+    ),
+    ("builtins.object", "_optimizer_state_dict_pre_hooks", lambda: of_torch.hooks_of_saving(object())),
 ]
 
 

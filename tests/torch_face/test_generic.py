@@ -43,37 +43,6 @@ def steps(name, params, count=6, gradient=torch.ones_like, **changes):
 # --- as in torch's tests of all optimizers ---------------------------------------------------------------------------
 
 
-@pytest.mark.quick_cases(1)
-@every_face
-def test_steps_go_in_the_right_direction(name):
-    draws = torch.Generator().manual_seed(0)
-    weight, bias = (Parameter(torch.randn(shape, generator=draws)) for shape in ((10, 5), (10,)))
-    x = torch.randn(5, generator=draws)
-    optimizer = made(name, [weight, bias], lr=1e-3)
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (weight @ x + bias).square().sum()
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    for _ in range(20):
-        optimizer.step(closure)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.quick_cases(4)
-@every_face
-def test_a_rate_may_be_a_tensor(name):
-    for rate in (torch.tensor(0.02), torch.tensor([0.02])):
-        (as_tensor,), (as_number,) = (
-            steps(name, [Parameter(torch.ones(300))], lr=lr) for lr in (rate, rate.item())
-        )
-        assert torch.equal(as_tensor, as_number)
-
-
 @every_face
 def test_each_group_moves_by_its_own_rate(name):
     still, moving = Parameter(torch.ones(200)), Parameter(torch.ones(200))
@@ -194,27 +163,61 @@ def test_parameters_of_a_lazy_module_are_refused_before_they_have_a_shape(name):
         made(name, torch.nn.LazyLinear(4).parameters())
 
 
-@pytest.mark.parametrize("number", [torch.tensor(0.9), np.ones(1)])
-def test_arrays_in_the_place_of_numbers_are_refused(number):
-    p = Parameter(torch.ones(5))
-    with pytest.raises(
-        TypeError, match=r"betas is .* expected two numbers: take them out of their arrays with float"
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("OneBitAdam", {"betas": (0.875, 0.9375), "eps": 2**-10, "weight_decay": 0.25, "lr": 0.125}),
+        ("CompressedSGD", {"momentum": 0.875, "weight_decay": 0.25, "lr": 0.125}),
+    ],
+)
+def test_arrays_of_one_element_count_as_numbers(name, numbers):
+    (expected,) = steps(name, [Parameter(torch.ones(300))], **numbers)
+    for array in (
+        torch.tensor,
+        lambda x: torch.tensor([[x]], dtype=torch.bfloat16),
+        lambda x: np.asarray([x]),
     ):
-        made("OneBitAdam", [p], betas=(number, 0.99))
-    with pytest.raises(
-        TypeError, match=r"eps is .* expected a number: take them out of their arrays with float"
-    ):
-        made("OneBitAdam", [p], eps=torch.tensor(1e-8))
-    pair = torch.tensor([0.9, 0.99])
-    with pytest.raises(
-        TypeError, match=r"param_groups\[0\] has betas=tensor.*; expected numbers: take .* tolist"
-    ):
-        made("OneBitAdam", [p], betas=pair)
-    optimizer = made("OneBitAdam", [p])
-    optimizer.param_groups[0]["betas"] = pair
-    p.grad = torch.ones(5)
-    with pytest.raises(TypeError, match=r"param_groups\[0\] has betas=tensor"):
-        optimizer.step()
+        arrays = {key: tuple(map(array, x)) if key == "betas" else array(x) for key, x in numbers.items()}
+        (found,) = steps(name, [Parameter(torch.ones(300))], **arrays)
+        assert torch.equal(found, expected)
+    if "betas" in numbers:
+        (found,) = steps(
+            name, [Parameter(torch.ones(300))], **{**numbers, "betas": torch.tensor(numbers["betas"])}
+        )
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "text"),
+    [
+        (
+            "OneBitAdam",
+            {"lr": torch.ones(2)},
+            ValueError,
+            r"lr=an array of shape \(2,\).*; expected a finite number",
+        ),
+        (
+            "OneBitAdam",
+            {"weight_decay": -torch.ones(1)},
+            ValueError,
+            "weight_decay=.*; expected a finite number",
+        ),
+        ("OneBitAdam", {"eps": torch.ones(2)}, TypeError, r"eps is \(1.0, 1.0\); expected a number"),
+        ("OneBitAdam", {"eps": torch.tensor(True)}, TypeError, "eps is True; expected a number"),
+        (
+            "OneBitAdam",
+            {"betas": torch.full((3,), 0.5)},
+            ValueError,
+            r"betas is \(0.5, 0.5, 0.5\); expected two",
+        ),
+        ("OneBitAdam", {"betas": (torch.tensor(1j), 0.5)}, TypeError, "betas is .*; expected two numbers"),
+        ("CompressedSGD", {"momentum": torch.ones(0)}, TypeError, r"momentum is \(\); expected a number"),
+        ("CompressedSGD", {"momentum": torch.tensor(1.0)}, ValueError, "momentum is 1.0; expected"),
+    ],
+)
+def test_other_arrays_in_the_place_of_numbers_are_refused(name, changes, error, text):
+    with pytest.raises(error, match=text):
+        made(name, [Parameter(torch.ones(5))], **changes)
 
 
 def test_the_same_parameter_twice_is_refused():

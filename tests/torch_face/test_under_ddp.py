@@ -330,3 +330,53 @@ assert text.startswith({expected!r}), text
             for code, expected in REFUSALS.values()
         ).replace("\\n", "\n"),
     )
+
+
+@pytest.mark.slow
+def test_hooks_of_states_run_once_and_not_for_attach(said):
+    """A hook that raises on one rank is an error on both; one that returns another state is heard."""
+    out = said(
+        2,
+        """
+model, seen = wrapped(), []
+optimizer = qcomp.torch.OneBitAdam(model.parameters(), lr=0.01, **COMMON)
+def train(steps):
+    for step in steps:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+model.require_backward_grad_sync = False
+train(range(1))
+model.require_backward_grad_sync = True
+optimizer.register_state_dict_pre_hook(lambda o: seen.append("before saving"))
+optimizer.register_state_dict_post_hook(lambda o, s: seen.append("after saving"))
+optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append(len(s["state"])))
+optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.core_state.step))
+optimizer.attach(model)
+train(range(1, 5))
+print(seen)
+saved = copy.deepcopy(optimizer.state_dict())
+train(range(5, 7))
+before = str(optimizer._saved())
+def refuse(o, s):
+    raise KeyError("mine")
+if me == 1:
+    handle = optimizer.register_load_state_dict_pre_hook(refuse)
+print(refusal(lambda: optimizer.load_state_dict(saved)))
+print(str(optimizer._saved()) == before)
+if me == 1:
+    handle.remove()
+seen.clear()
+optimizer.register_load_state_dict_pre_hook(
+    lambda o, s: s | {"param_groups": [{**group, "lr": 0.5} for group in s["param_groups"]]}
+)
+optimizer.load_state_dict(saved)
+print(seen, optimizer.param_groups[0]["lr"])
+train(range(5, 7))
+print(optimizer.core_state.step)
+""",
+    )
+    for rank, lines in enumerate(out):
+        error = "KeyError: 'mine'"
+        told = f"MismatchError: rank 1 cannot run the hooks before it loads its state: {error}"
+        assert lines == ["[]", error if rank else told, "True", "[5, 5] 0.5", "7"]
