@@ -1,4 +1,4 @@
-"""A classifier of handwritten digits, trained with optax on a mesh whose devices send one bit per element.
+"""A classifier of handwritten digits, trained with optax on a mesh whose devices send eight bits per element.
 
 Run ``python examples/jax_mesh.py``. Without GPUs it makes eight devices of the CPU. On several machines run a process
 on each, ``mpirun -n 2 python -m mpi4py examples/jax_mesh.py``: the mesh has the devices of all machines.
@@ -59,9 +59,9 @@ def main() -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     schedule = optax.cosine_decay_schedule(0.01, STEPS)
     tx = optax.chain(
-        qcomp.jax.optax.compressed(
-            qcomp.ScaledSign(), "data", exact=qcomp.ExactBelow(1000)
-        ),  # biases stay exact
+        qcomp.jax.optax.compressed(  # biases stay exact
+            qcomp.MinMaxUInt8(), "data", exact=qcomp.ExactBelow(1000)
+        ),
         optax.apply_if_finite(optax.adam(schedule), 5),
     )
 

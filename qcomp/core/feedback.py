@@ -13,7 +13,7 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
-__all__ = ["compress"]
+__all__ = ["compensated", "compress", "require_contraction"]
 
 
 def compress(
@@ -27,13 +27,14 @@ def compress(
     """Compress x plus the residual, and return the compression error as the new residual.
 
     With p = fl(x + residual) and q = ``decompress(payload)``, the new residual is fl(p - q) bit for bit, where fl
-    rounds to nearest; magnitudes below 2^-126 count as +0, in x and in the results. So over T steps, for any
-    compressor, the decompressed vectors add up to the sum of the inputs plus the first residual minus the last.
+    rounds to nearest; magnitudes below 2^-126 count as +0, in x and in the results. So over T steps the
+    decompressed vectors add up to the sum of the inputs plus the first residual minus the last.
 
     Parameters
     ----------
     compressor : Compressor
-        Any compressor; the residual stays bounded for contractions (``traits.delta``).
+        One with which the residual stays bounded: a contraction (``traits.delta``), or one that is unbiased with
+        ``traits.omega`` or ``traits.peak`` below 1.
     x : array
         This step's vector, any shape.
     residual : array
@@ -52,6 +53,8 @@ def compress(
 
     Raises
     ------
+    ValueError
+        If the residual would grow without bound, or the shapes differ.
     NonFiniteError
         If x is not finite; the residual is unchanged then, also with ``donate``.
 
@@ -68,6 +71,14 @@ def compress(
     >>> residual
     array([ 1., -1.], dtype=float32)
     """
+    require_contraction(compressor)
+    return compensated(compressor, x, residual, key=key, donate=donate)
+
+
+def compensated(
+    compressor: Compressor, x: Array, residual: Array, *, key: Key | None = None, donate: bool = False
+) -> tuple[Payload, Array]:
+    """Do what `compress` does, also once with a compressor that would diverge."""
     require_dense(x, "x")
     require_dense(residual, "residual")
     if tuple(residual.shape) != tuple(x.shape):
@@ -86,12 +97,14 @@ def compress(
 def require_contraction(compressor: Compressor) -> None:
     """Raise ValueError if error feedback with this compressor would diverge.
 
-    For an unscaled unbiased compressor and zero input, E ||e'||^2 = omega ||e||^2.
+    For an unscaled unbiased compressor and zero input, E ||e'||^2 = omega ||e||^2, unless its largest error shrinks.
     """
     traits = compressor.traits
-    if traits.unbiased and traits.omega is not None and traits.omega >= 1:
+    if not traits.unbiased or traits.omega is None or traits.omega < 1:
+        return
+    if traits.peak is None or traits.peak >= 1:
         raise ValueError(
             f"feedback=True around {compressor.spec}, which is unbiased with omega = {traits.omega:.3g} >= 1: the "
-            f"residual would grow without bound; wrap it as qcomp.Scaled(...), use more levels or smaller "
+            "residual would grow without bound; wrap it as qcomp.Scaled(...), use more levels or smaller "
             "buckets, or set feedback=False"
         )

@@ -38,6 +38,9 @@ class Traits:
         An element that is 0 stays 0.
     kept : int or None
         The most elements of a bucket that differ from 0.
+    peak : float or None
+        In every bucket max |C(v) - v| <= peak max |v|, whatever the draws. Below 1, the residual of error feedback
+        stays bounded: with gradients up to g it is at most peak / (1 - peak) g.
     """
 
     bucket_size: int
@@ -48,6 +51,7 @@ class Traits:
     lossless: bool = False
     keeps_zero: bool = False
     kept: int | None = None
+    peak: float | None = None
 
 
 class Coder(Protocol):

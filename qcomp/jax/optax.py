@@ -1,6 +1,7 @@
 """Compressed means and 1-bit Adam as gradient transformations of optax, inside `jax.shard_map` over a mesh.
 
-    tx = optax.chain(qcomp.jax.optax.compressed(qcomp.ScaledSign(), "data"), optax.adam(1e-3))
+    tx = optax.chain(qcomp.jax.optax.compressed(qcomp.MinMaxUInt8(), "data"), optax.adam(1e-3))
+    tx = qcomp.jax.optax.onebit_adam(1e-3, freeze=1000, axis_name="data")
 
 They are chained, scheduled, masked and saved like any other. They take the gradients of one device.
 """
@@ -72,6 +73,11 @@ def compressed(
     device's own. Transformations after it see the mean, the same on all devices. If a gradient on any device is not
     finite, the mean is NaN on all, and residuals stay as they are; put the later transformations into
     `optax.apply_if_finite` to skip such steps.
+
+    Do not let Adam, RMSprop or others that divide by averages of squares follow a compressor of one bit, such as
+    `ScaledSign`: in a bucket all gradients then have the same square, and training is far worse. A transformation does
+    not see what follows it, so nothing warns. Take `onebit_adam`, or 8 bits, such as `MinMaxUInt8`; one bit suits
+    `optax.sgd`.
 
     A compressor without ``traits.keeps_zero``, such as `ScaledSign`, returns other means than 0 for elements whose
     gradients are 0 on all devices. Leave tensors with padding or pruned weights exact, or multiply the mean by a mask.

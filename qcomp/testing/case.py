@@ -81,7 +81,7 @@ class Case:
         x, *residual = arrays
         with nullcontext() if source is None else replace_draws(source):
             if residual:
-                payload, lost = feedback.compress(self.compressor, x, residual[0], key=key)
+                payload, lost = feedback.compensated(self.compressor, x, residual[0], key=key)
             else:
                 payload, lost = self.compressor.compress(x, key=key), x * 0
             return payload.data, self.compressor.decompress(payload, like=x), lost

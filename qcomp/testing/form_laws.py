@@ -42,6 +42,7 @@ def sound_traits(case: Case) -> None:
     assert traits.delta is None or 0 < traits.delta <= 1, (
         f"traits.delta is {traits.delta!r}; expected above 0, at most 1"
     )
+    assert traits.peak is None or traits.peak >= 0, f"traits.peak is {traits.peak!r}; expected at least 0"
     assert traits.kept is None or 0 <= traits.kept <= traits.bucket_size, (
         f"traits.kept is {traits.kept!r} of a bucket"
     )

@@ -539,7 +539,7 @@ def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor,
     old = vector("gaussian", size, 1)
     calls: tuple[tuple[str, Callable[[Any, Any], object]], ...] = (
         ("compressed", lambda x, _: compressor.compress(x, key=Key())),
-        ("with feedback", lambda x, r: feedback.compress(compressor, x, r, key=Key(), donate=True)),
+        ("with feedback", lambda x, r: feedback.compensated(compressor, x, r, key=Key(), donate=True)),
         ("taken in a server's residual", lambda x, r: _compress_mean_of(compressor, r, x)),
     )
     places = sorted({0, 1, 7, 8, min(13, size - 1), size // 2, size - 9, size - 2, size - 1})

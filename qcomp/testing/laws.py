@@ -292,8 +292,10 @@ def _require_refused(case: Case, dtype: str, size: int, position: int, bad: floa
     zeros = case.array(np.zeros(size, dtype=np.float32), compute)
     calls: dict[str, Callable[[], object]] = {
         "compressed": lambda: case.compressor.compress(array, key=Key(seed=1)),
-        "compressed with feedback": lambda: feedback.compress(case.compressor, array, zeros, key=Key(seed=1)),
-        "taken in a residual": lambda: feedback.compress(
+        "compressed with feedback": lambda: feedback.compensated(
+            case.compressor, array, zeros, key=Key(seed=1)
+        ),
+        "taken in a residual": lambda: feedback.compensated(
             case.compressor, fine, case.array(x, compute), key=Key(seed=1)
         ),
     }

@@ -78,6 +78,24 @@ def _require_sparse(case: Case, decoded: Vector) -> None:
         )
 
 
+def peak(case: Case, x: Vector) -> None:
+    """In every bucket, the largest error is at most the largest magnitude, times what the traits say."""
+    _require_peak(case, x, case.compress(x).decoded)
+
+
+def _require_peak(case: Case, x: Vector, decoded: Vector) -> None:
+    bucket, most = case.compressor.traits.bucket_size, case.compressor.traits.peak
+    if most is None:
+        return
+    v = flushed(x).astype(np.float64)
+    for start in range(0, v.size, bucket):
+        part = v[start : start + bucket]
+        largest, error = np.abs(part).max(), np.abs(decoded[start : start + bucket] - part).max()
+        assert error <= most * (1 + 2.0**-20) * largest + 2.0**-119, (
+            f"the largest error of a bucket is {error:.6g}, above (peak) max |v| = {most:.6g} * {largest:.6g}"
+        )
+
+
 def _constant(draw: int, key: Key, block: Block) -> int:  # noqa: ARG001 - the same for all
     return draw
 
@@ -89,7 +107,7 @@ _SMALLEST, _LARGEST = partial(_constant, 0), partial(_constant, 65535)
 def extreme_draws(case: Case) -> None:
     """The laws about zeros, sparsity and losslessness hold for the smallest and the largest draws, in every dtype."""
     traits = case.compressor.traits
-    if not (traits.keeps_zero or traits.kept is not None or traits.lossless):
+    if not (traits.keeps_zero or traits.kept is not None or traits.lossless or traits.peak is not None):
         return
     bucket = min(traits.bucket_size, 4096)
     for size in (7, bucket, 2 * bucket + 5, 5000):
@@ -111,6 +129,7 @@ def extreme_draws(case: Case) -> None:
                     if traits.keeps_zero:
                         _require_zeros(x, decoded)
                     _require_sparse(case, decoded)
+                    _require_peak(case, x, decoded)
                     if traits.lossless:
                         assert decoded.astype(x.dtype).tobytes() == x.tobytes(), (
                             f"{size} {family} values of {dtype} came back changed"
@@ -126,6 +145,7 @@ VECTOR_LAWS: tuple[VectorLaw, ...] = (
     lossless,
     keeps_zero,
     sparse,
+    peak,
     announced_length,
     coder_loses_nothing,
 )
@@ -136,6 +156,7 @@ _CONDITIONS: dict[VectorLaw, Callable[[Case], bool]] = {
     lossless: lambda case: case.compressor.traits.lossless,
     keeps_zero: lambda case: case.compressor.traits.keeps_zero,
     sparse: lambda case: case.compressor.traits.kept is not None,
+    peak: lambda case: case.compressor.traits.peak is not None,
     coder_loses_nothing: lambda case: case.compressor.coder is not None,
 }
 

@@ -14,6 +14,8 @@ from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
 from qcomp.core.optimizers.watch import VarianceWatch
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.state import OptimizerState
+from qcomp.torch.adamw import BeginsAsAdamW
 from qcomp.torch.optimizer import AveragingOptimizer
 
 __all__ = ["CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"]
@@ -112,7 +114,7 @@ class CompressedSGD(AveragingOptimizer):
         )
 
 
-class _FrozenVarianceAdam(AveragingOptimizer):
+class _FrozenVarianceAdam(BeginsAsAdamW):
     """Base of 1-bit Adam and QAdam, which take the same settings."""
 
     algorithm: ClassVar[type[optimizers.OneBitAdam | optimizers.QAdam]]
@@ -483,7 +485,7 @@ class QAdam(_FrozenVarianceAdam):
         )
 
 
-class ZeroOneAdam(AveragingOptimizer):
+class ZeroOneAdam(BeginsAsAdamW):
     """0/1 Adam: updates the variance ever more rarely, and makes local steps between synchronisations.
 
     Parameters
@@ -591,3 +593,8 @@ class ZeroOneAdam(AveragingOptimizer):
         super().__init__(
             params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm, model, init_sync=init_sync
         )
+
+    def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:
+        """Return the state after the steps of AdamW, from which 0/1 Adam may go on with a compressed one."""
+        after: OptimizerState = core.after_adam(state)
+        return after

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -26,6 +26,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.policies.exact_below import Tensor
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.before_steps import BeforeSteps
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.torch.parameters import mark_of
 from qcomp.torch.units import Unit
@@ -54,7 +55,10 @@ class Terms:
     exact: Mapping[str, bool]
     """Whether each parameter stays exact, by name."""
     seed: int
-    nonfinite: Literal["raise", "propagate"]
+    refuse: Callable[[NonFiniteError], None]
+    """Told that the gradients of a module are not finite on some rank, and NaN on all."""
+    watches: tuple[BeforeSteps | None, ...]
+    """What is told of steps as long as the model has these exchanges."""
 
 
 class _Sharded:
@@ -155,11 +159,10 @@ class ScatteredGradients(_Sharded):
         try:
             what = f"the gradients of backward pass {self._calls}"
             mean, new = self._run(shards.scatter_mean(input_tensor, residual, key), what)
-        except NonFiniteError:
+        except NonFiniteError as error:
             self.skipped += 1
-            if self._terms.nonfinite == "raise":
-                raise
             output_tensor.fill_(torch.nan)
+            self._terms.refuse(error)
             return
         if new is not None:
             # A saved state has residuals of the parameters, without padding.
@@ -418,11 +421,10 @@ class ReplicatedGradients:
         parts = list(gradients.split(sizes))
         try:
             means, self._state = self._mean.step(parts, parts, state, self._comm)
-        except NonFiniteError:
+        except NonFiniteError as error:
             self._state = state._replace(skipped=state.skipped + 1)
-            if self._terms.nonfinite == "raise":
-                raise
             gradients.fill_(torch.nan)
+            self._terms.refuse(error)
             return
         for part, mean in zip(parts, means, strict=True):
             part.copy_(mean)

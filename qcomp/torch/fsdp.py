@@ -13,10 +13,11 @@ from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.checkpoint.schema import Entries, Whole, read, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD
-from qcomp.core.errors import MismatchError
+from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import agree, handshake
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.reporting import warn_caller
+from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradients
 from qcomp.torch.exchanges import (
     GatheredWeights,
     ReplicatedGradients,
@@ -74,9 +75,11 @@ def compress(
     seed : int, default 0
         Seed of the random draws, equal on all ranks.
     nonfinite : {"raise", "propagate"}, default "raise"
-        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: the backward pass raises `NonFiniteError`
-        on all ranks. ``"propagate"``: the gradients of that module become NaN on all ranks, as a gradient scaler
-        expects. Neither changes the residuals.
+        What to do if a gradient on any rank is infinite or NaN. Then the gradients of that module become NaN on all
+        ranks, no residual changes, and a GradScaler skips the step on all ranks; see `Compression.rescale`.
+        ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError` instead, with its
+        parameters unchanged; with ``replicas``, on the ranks that have the same shards. ``"propagate"``: it steps, as
+        FSDP2 would.
 
     Returns
     -------
@@ -92,6 +95,12 @@ def compress(
         instead.
     MismatchError
         On every rank, if the ranks differ in these settings or in the model, or replicas in their weights.
+
+    Warns
+    -----
+    UserWarning
+        If nothing is compressed; or in a step, if the optimizer divides by averages of squared gradients, as Adam does,
+        and ``gradients`` keeps only signs.
 
     Notes
     -----
@@ -157,7 +166,10 @@ def compress(
         "nonfinite": nonfinite,
     }
     comms = _Communicators(facts, units[0].own_shards(1)[0])
-    terms = Terms(feedback, is_exact, seed, nonfinite)
+    unusable = UnusableGradients(p for unit in units for p in unit.params) if nonfinite == "raise" else None
+    compressed = [p for u in units for name, p in zip(u.names, u.params, strict=True) if not is_exact[name]]
+    blind = BlindVariances(compressed, [] if gradients is None else [gradients])
+    terms = Terms(feedback, is_exact, seed, unusable.refuse if unusable else _pass_on, (unusable, blind))
     compression = Compression(comms)
     for unit in units:
         if unit.shards > 1:
@@ -264,6 +276,10 @@ class Compression:
             part.load(loaded[name])
         for gathered in self.weights:
             gathered.forget()
+
+
+def _pass_on(_: NonFiniteError) -> None:
+    """Let optimizers use gradients that are not finite."""
 
 
 def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -567,19 +567,19 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         MismatchError
             On the other ranks then.
         """
-        found: list[OfRank] = []
         is_list = isinstance(state_dict, Sequence)
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
         groups, several, text, problem = None, True, "", None
+        found: list[OfRank] = []
         own: OfRank | None = None
         known = dict(zip(map(id, self._tensors), self._names, strict=True))
         names = [known.get(id(p)) for group in self.param_groups for p in group["params"]]
         sizes = [len(group["params"]) for group in self.param_groups]
         try:
             self._require_own_groups()
-            for one in saved:
-                found += flattened(one, names, sizes)
-            groups = saved[0]["param_groups"] if saved else None
+            read_ones = [self._read(one, names, sizes) for one in saved]
+            found = list(chain.from_iterable(of_each for of_each, _ in read_ones))
+            groups = read_ones[0][1] if read_ones else None
             for each in found:
                 self._require_parameters(each.parameters)
             scalars = [read_scalars(each.state) for each in found]
@@ -602,6 +602,12 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
             )
         states = own.state if own is not None and not several else [one.state for one in found]
         return states, own, groups
+
+    def _read(
+        self, saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
+    ) -> tuple[list[OfRank], Any]:
+        """Return what a saved state has of each rank, and its groups; names and sizes as in `flattened`."""
+        return flattened(saved, names, sizes), saved["param_groups"]
 
     def _require_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Raise ValueError unless the parameters in a state are those of this optimizer, or none."""

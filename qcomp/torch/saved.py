@@ -152,7 +152,8 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     if not ours:
         raise ValueError(
             f"state_dict has the keys {sorted(map(shown, saved))}, but nothing of one of qcomp's optimizers; expected "
-            "what the state_dict of one returned on this rank, or a list with that of all ranks"
+            "what the state_dict of one returned on this rank, or a list with that of all ranks; OneBitAdam, QAdam and "
+            "ZeroOneAdam also take that of a torch.optim.AdamW"
         )
     now_of = _matched(then, names, sizes)
     return [

@@ -99,7 +99,7 @@ class Case:
         c = self.compressor
         with np.errstate(all="ignore"):
             plain = c.compress(x, key=KEY).data
-            payload, rest = feedback.compress(c, x, residual, key=KEY)
+            payload, rest = feedback.compensated(c, x, residual, key=KEY)
             decoded = c.decompress(payload, like=x)
 
         data = self.buffer(x.size)
@@ -238,7 +238,7 @@ def test_only_the_sum_is_refused(case):
     donated = residual.copy()
     case.encode(x, donated, case.buffer(size), donated)
     with np.errstate(all="ignore"):
-        _, rest = feedback.compress(case.compressor, x, residual, key=KEY)
+        _, rest = feedback.compensated(case.compressor, x, residual, key=KEY)
     same(donated, rest)
 
 

@@ -89,7 +89,7 @@ def test_payloads_of_wide_codes_are_the_same_with_kernels(numba_coders, name, le
     key = qcomp.Key(step=3)
 
     def everything():
-        payload, residual = feedback.compress(compressor, x, x[::-1].copy(), key=key)
+        payload, residual = feedback.compensated(compressor, x, x[::-1].copy(), key=key)
         added = compressor.add(payload, x.copy())
         parts = residual, compressor.decompress(payload, like=x), added
         return [payload.data.tobytes(), *(part.tobytes() for part in parts)]

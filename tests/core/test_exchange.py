@@ -11,6 +11,7 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
 from qcomp.comm import run_local
+from qcomp.core.feedback import compensated
 from qcomp.core.mean import stages as transport
 from qcomp.core.mean.compressed_mean import Terms
 from qcomp.core.mean.framing import join, joined_size, split
@@ -351,8 +352,23 @@ class TestArguments:
             ValueError, match=rf"feedback=True around {spec}.*omega = .*qcomp\.Scaled\(\.\.\.\)"
         ):
             CompressedMean(c)
+        with pytest.raises(ValueError, match=rf"feedback=True around {spec}"):
+            qcomp.feedback.compress(c, np.ones(8), np.zeros(8), key=Key())
         CompressedMean(c, feedback=False)
         CompressedMean(qcomp.Scaled(c))
+
+    def test_feedback_is_taken_where_the_largest_error_shrinks(self):
+        """Whatever the variance: a step of QSGD is a part of the largest magnitude."""
+        c = qcomp.QSGD(levels=7)
+        assert c.traits.omega > 1 > c.traits.peak
+        CompressedMean(c)
+        rng = np.random.default_rng(0)
+        residual, largest = np.zeros(5000), 0.0
+        for step in range(300):
+            x = rng.standard_normal(5000) * (rng.random(5000) < 0.01)  # nearly all of a bucket is 0
+            largest = max(largest, np.abs(x).max())
+            _, residual = qcomp.feedback.compress(c, x, residual, key=Key(step=step))
+            assert np.abs(residual).max() <= c.traits.peak / (1 - c.traits.peak) * largest
 
     def test_the_residual_would_really_explode(self):
         """The reason: without new input, E |e'|^2 = omega |e|^2 (here about 8, for s = 1 and the L2 norm)."""
@@ -361,7 +377,7 @@ class TestArguments:
         plain, scaled = np.zeros(64), np.zeros(64)
         for step in range(40):
             new = x if step == 0 else 0 * x
-            _, plain = qcomp.feedback.compress(c, new, plain, key=Key(step=step))
+            _, plain = compensated(c, new, plain, key=Key(step=step))
             _, scaled = qcomp.feedback.compress(qcomp.Scaled(c), new, scaled, key=Key(step=step))
         assert np.linalg.norm(plain) > 1e3 * np.linalg.norm(x)
         assert np.linalg.norm(scaled) < np.linalg.norm(x)

@@ -7,6 +7,7 @@ from tests.integrations.cases import OPTIMIZERS, SERVERS_DRAW
 pytest.importorskip("torch")
 
 SIDE_BY_SIDE = """
+warnings.filterwarnings("ignore", "the gradient of .* was changed after the backward pass, as clip_grad_norm_ does")
 def steps_of(model, optimizer, change, steps=3):
     moved = []
     for step in range(steps):
@@ -128,6 +129,65 @@ for name, change in changes.items():
             assert "the gradient of '0.weight'" in line
             assert "was changed after the backward pass" in line
             assert "clip_norm" in line
+
+
+def test_clipping_is_warned_of_in_the_warm_up_and_refused_on_all_ranks(said):
+    """Also if the norm is above the limit on one rank only. Without a warm-up nothing is wrong."""
+    body = """
+for name in ("OneBitAdam", "QAdam", "ZeroOneAdam", "CompressedSGD"):
+    settings = {} if name == "CompressedSGD" else {"freeze": 3}
+    settings |= {"variance_steps": None} if name == "QAdam" else {}
+    settings |= {"variance_steps": lambda step: step <= 3} if name == "ZeroOneAdam" else {}
+    optimizer_of = getattr(qcomp, name)
+    model = wrapped()
+    optimizer = ddp.OverlappedOptimizer(model, optimizer_of(learning_rate=0.01, exact=None, **settings))
+    warned = []
+    for step in range(6):
+        loss(model, step).backward()
+        clips = step in (1, 2) or (step == 5 and me == 1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01 if clips else 1e9)
+        before, state = [p.detach().clone() for p in model.parameters()], optimizer.state
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                say(step, error)
+                assert same(before, [p.detach() for p in model.parameters()]) and optimizer.state is state
+        warned += [step for each in told if "max_grad_norm of the Trainer" in str(each.message)]
+        optimizer.zero_grad()
+    assert warned == ([] if name == "CompressedSGD" else [1]), (name, warned)
+"""
+    zero, one = said(2, body)
+    assert len(zero) == len(one) == 3
+    for of_zero, of_one in zip(zero, one, strict=True):
+        assert of_one.startswith("5 the gradient of '0.weight'")
+        assert "pass clip_norm= to the optimizer" in of_one
+        assert of_zero == "5 on rank 1, " + of_one.removeprefix("5 ")
+
+
+def test_ranks_compare_changes_only_if_some_rank_writes_to_gradients(said):
+    body = """
+runs = []
+run = type(comm).run
+type(comm).run = lambda self, request: runs.append(request) or run(self, request)
+for writer in (None, 1):
+    model = wrapped()
+    opt = qcomp.OneBitAdam(learning_rate=0.01, freeze=2, exact=None)
+    optimizer = ddp.OverlappedOptimizer(model, opt)
+    counts = []
+    for step in range(6):
+        loss(model, step).backward()
+        if me == writer:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        runs.clear()
+        optimizer.step()
+        counts.append(len(runs))
+        optimizer.zero_grad()
+    say(counts)
+"""
+    # One after the freeze compares moments.
+    assert said(2, body) == [["[0, 1, 1, 0, 0, 0]", "[0, 1, 1, 1, 1, 1]"]] * 2
 
 
 def test_gradients_that_are_missing_before_the_step_are_noticed(said):

@@ -18,7 +18,10 @@ pytest.importorskip("optax", reason="optax is not installed")
 
 CASES = [
     "steps",
-    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("means", "in_optax", "misuse")),
+    *(
+        pytest.param(case, marks=pytest.mark.exhaustive)
+        for case in ("means", "in_optax", "misuse", "recipes")
+    ),
 ]
 
 

@@ -275,6 +275,15 @@ class UnderstatesItsVariance(Rounding):
 
 
 @qcomp.register
+class UnderstatesItsPeak(Rounding):
+    name = "broken_understates_its_peak"
+
+    @property
+    def traits(self):
+        return replace(super().traits, peak=0.5 * super().traits.peak)
+
+
+@qcomp.register
 @dataclass(frozen=True)
 class OverstatesItsContraction(qcomp.Scaled):
     name: ClassVar[str] = "broken_overstates_its_contraction"
@@ -350,6 +359,7 @@ BROKEN = [
     (LosslessCast(), "lossless", np),
     (ZeroIsPlus(), "keeps_zero", np),
     (KeepsOneMore(k=3, bucket_size=8), "sparse", np),
+    (UnderstatesItsPeak(), "peak", np),
     (WritesIntoItsInput(), "pure", np),
     (WritesIntoItsInput(), "pure", qcomp.testing.read_only_numpy),
     (ReadsPastTheView(), "any_layout", np),

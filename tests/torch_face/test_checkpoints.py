@@ -227,7 +227,7 @@ def swapped(model, optimizer):
 told(made("OneBitAdam"), swapped)
 
 def stock(model, optimizer):
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters())))
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, torch.optim.Adagrad(model.parameters())))
 told(made("OneBitAdam"), stock)
 
 def flat(model, optimizer):

@@ -15,6 +15,7 @@ from qcomp.integrations import ddp
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* no longer fits")
+warnings.filterwarnings("ignore", "the gradient of .* was changed after the backward pass, as clip_grad_norm_ does")
 me, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 store = dist.PrefixStore("job" + os.environ["TORCHELASTIC_RESTART_COUNT"], server)

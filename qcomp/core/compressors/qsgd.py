@@ -122,7 +122,9 @@ class QSGD(BucketedCompressor):
             omega *= (1 + 2 ** (1 - self._step_bits)) ** 2
         else:
             omega *= _ROUNDING_SLACK
-        return Traits(n, random=True, unbiased=True, omega=omega, keeps_zero=True)
+        # At most a step, which may be rounded up.
+        peak = 1.01 / s if self.norm == "max" else 1.01 * sqrt(n) / s
+        return Traits(n, random=True, unbiased=True, omega=omega, keeps_zero=True, peak=peak)
 
     @property
     def bits(self) -> int:

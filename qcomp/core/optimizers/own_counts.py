@@ -11,6 +11,7 @@ from qcomp.core.state import OptimizerState
 
 __all__ = [
     "EXACT_STEPS",
+    "as_updates",
     "late_tensors",
     "limits_of_own",
     "of_tensors",
@@ -18,6 +19,7 @@ __all__ = [
     "steps_of_parts",
     "with_late",
     "with_numbers_of",
+    "with_own_counts",
     "without",
     "without_late",
 ]
@@ -51,6 +53,31 @@ def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[i
         if missed := state.numbers.get(prefix + name):
             counts[i] = max(0, counts[i] - int(missed))
     return counts
+
+
+def with_own_counts(state: OptimizerState, counts: Sequence[int]) -> OptimizerState:
+    """Return a state without steps as it is after steps, of which each tensor has counted some.
+
+    Parameters
+    ----------
+    state : OptimizerState
+        A first state.
+    counts : sequence of int
+        Each tensor's own count; the largest is that of all together.
+    """
+    step = max(counts, default=0)
+    missed = {
+        f"{_MISSED}steps.{name}": float(step - n)
+        for name, n in zip(state.names, counts, strict=True)
+        if n < step
+    }
+    return state._replace(step=step, numbers={**state.numbers, **missed})
+
+
+def as_updates(state: OptimizerState) -> dict[str, float]:
+    """Return what tensors have missed of the updates of their variance, if each of their steps was one."""
+    steps, updates = f"{_MISSED}steps.", f"{_MISSED}updates."
+    return {updates + k.removeprefix(steps): x for k, x in state.numbers.items() if k.startswith(steps)}
 
 
 def late_tensors(state: OptimizerState) -> list[int]:

@@ -17,7 +17,7 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.floor import floored, require_floor
 from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_of_zeros
 from qcomp.core.optimizers.local_adam import LocalAdam
-from qcomp.core.optimizers.own_counts import own_counts
+from qcomp.core.optimizers.own_counts import as_updates, own_counts
 from qcomp.core.optimizers.remeasure import measured, step_on_codes
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
 from qcomp.core.optimizers.starting import owner_of
@@ -166,6 +166,19 @@ class ZeroOneAdam(LocalAdam):
         residuals = self.compression.zero_residuals(state.momentum, state)
         state = state._replace(stage=stage, exchange=residuals, arrays={})
         return self._with_room(state) if stage == "local" else state
+
+    def after_adam(self, state: OptimizerState) -> OptimizerState:
+        """Return the state after some steps of `Adam`, each of which has updated the variance.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            A first state, with the count of these steps and the moments after them.
+        """
+        step = float(state.step)
+        counted = {"updates": step, "synced": step, **as_updates(state)}
+        state = state._replace(numbers={**state.numbers, **counted})
+        return self._observed(state) if state.step else state
 
     def rounds(self, steps: int) -> Rounds:
         """Return how many of the first steps are exact, compressed and silent, if all rates are above 0.

@@ -20,7 +20,7 @@ class Part:
     numbers: tuple[int, ...]
     """The numbers of their parameters, in rising order."""
     gradients: tuple[Any, ...]
-    """Views into the bucket's buffer."""
+    """Views into the bucket's buffer; of refused ones the largest magnitude of each."""
     sent: tuple[Any, ...]
     """What is averaged: the gradients, or copies of those that this rank did not compute."""
     of_gradients: bool = False

@@ -280,6 +280,7 @@ class BucketedStep:
         if isinstance(outcome, NonFiniteError):
             running.refusal = running.refusal or outcome
             part.refused = True
+            part.gradients = tuple(map(_largest, part.gradients))  # to be named after the buffer is filled
         elif isinstance(outcome, BaseException):
             running.error = running.error or outcome
         else:
@@ -453,6 +454,11 @@ def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
         filled += gradient.nbytes
         left -= gradient.nbytes
     return parts
+
+
+def _largest(gradient: Any) -> Any:
+    """Return the largest magnitude in a gradient, which is finite if all its elements are."""
+    return gradient.abs().amax().reshape(1) if gradient.numel() else gradient.clone()
 
 
 def _separable(optimizer: Optimizer) -> Optimizer:

@@ -17,6 +17,7 @@ from qcomp.core.mean.owed import owed
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
+from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradients
 from qcomp.integrations.ddp.buckets import BucketedStep
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.integrations.ddp.parameters import with_plain_names
@@ -41,6 +42,8 @@ class HookState:
         self.nonfinite = nonfinite
         self._mean = mean
         self._step: BucketedStep | None = None
+        self._unusable: UnusableGradients | None = None
+        self._blind: BlindVariances | None = None
         self._saved: Mapping[str, Any] | None = None
         self._saves = Saves()
 
@@ -67,6 +70,8 @@ class HookState:
         self._step = BucketedStep(
             self._mean, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=True
         )
+        self._unusable = UnusableGradients(self._step.params.tensors)
+        self._blind = self._blind_variances(self._step)
         if self._saved is not None:
             self.load_state_dict(self._saved, lost=lost)
             self._saved = None
@@ -136,13 +141,14 @@ class HookState:
         numbers = [number for number, is_exact in enumerate(state.exact) if not is_exact]
         found = owed(step.optimizer.mean_of(state), state.exchange) if numbers else []
         step.close()
-        self._step = None
+        self._step = self._unusable = self._blind = None
         return dict(zip(numbers, found, strict=False))
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor, because the next gradients have another scale.
 
-        Residuals have the scale of the gradients. If a gradient scaler may change its scale, end each iteration with::
+        Residuals have the scale of the gradients. Without this, what is owed counts as much more or less as the scale
+        has changed, once at each change. To owe the same under a GradScaler, end each iteration with::
 
             before = scaler.get_scale()
             scaler.update()
@@ -166,6 +172,13 @@ class HookState:
             self._running.rescale(factor)
             self._saves.forget()
 
+    def _blind_variances(self, step: BucketedStep) -> BlindVariances | None:
+        """Return what warns of an optimizer that these gradients do not suit."""
+        state = step.state
+        compressed = [p for p, exact in zip(step.params.tensors, state.exact, strict=True) if not exact]
+        mean = self._mean.mean_of(state)
+        return BlindVariances(compressed, mean.compressors) if compressed and not mean.low_rank else None
+
     @property
     def _running(self) -> BucketedStep:
         if self._step is None:
@@ -183,7 +196,7 @@ class HookState:
                 put_means(part)
                 assert part.means is not None
                 part.means = part.means._replace(values=(), own=())  # frees memory
-        elif self.nonfinite == "propagate":
+        else:
             bucket.buffer.fill_(torch.nan)
 
     def _finish(self, running: BackwardPass) -> None:
@@ -195,7 +208,8 @@ class HookState:
             return
         step.skip()
         if self.nonfinite == "raise":
-            raise running.refusal
+            assert self._unusable is not None
+            self._unusable.refuse(running.refusal)
 
     def __getstate__(self) -> dict[str, Any]:
         saved = self._saved if self._step is None else self.state_dict()
@@ -203,7 +217,7 @@ class HookState:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._mean, self.nonfinite, self._saved = state["mean"], state["nonfinite"], state["saved"]
-        self._step = None
+        self._step = self._unusable = self._blind = None
         self._saves = Saves()
 
 
@@ -240,12 +254,14 @@ def hook(
 ) -> tuple[HookState, Any]:
     """Return the arguments of ``model.register_comm_hook``: a state, and a hook that compresses gradients.
 
-    Collective: all ranks call it, and raise at once if they differ. Any optimizer can follow; its gradients are equal
-    on all ranks bit for bit.
+    Collective: all ranks call it, and raise at once if they differ. The optimizer's gradients are equal on all ranks
+    bit for bit.
 
     Parameters
     ----------
     compressor : Compressor
+        With 4 bits and more, such as ``qcomp.QSGD(levels=7, bucket_size=128)``, any optimizer can follow; after one
+        bit, as of `ScaledSign`, none that divides by averages of squared gradients, as Adam does.
     model : torch.nn.parallel.DistributedDataParallel
         Its parameters may be float32, float16, bfloat16 or float64, on a CPU or a GPU.
     feedback : bool, optional
@@ -261,9 +277,10 @@ def hook(
     exact_iterations : int
         Number of exact backward passes before the first compressed one, since the first gradients are the largest.
     nonfinite : {"raise", "propagate"}
-        What to do if a gradient on any rank is infinite or NaN. ``"raise"``: the backward pass raises `NonFiniteError`
-        on all ranks. ``"propagate"``: all gradients of its bucket become NaN on all ranks, as a gradient scaler
-        expects; see `HookState.rescale`. Neither changes the residuals.
+        What to do if a gradient on any rank is infinite or NaN. Then all gradients of its bucket become NaN on all
+        ranks, no residual changes, and a GradScaler skips the step on all ranks; see `HookState.rescale`. ``"raise"``:
+        an optimizer that would step with these gradients raises `NonFiniteError` on all ranks instead, with its
+        parameters unchanged. ``"propagate"``: it steps, as without a hook.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each, since
         buckets of several models may be full in another order on another rank: their backward pass raises RuntimeError.
@@ -287,7 +304,8 @@ def hook(
     -----
     UserWarning
         In a backward pass, on every rank: if all ranks have the same gradients in the first one; or if the first
-        compressed one moves elements whose gradients are 0 on all ranks, see `qcomp.CompressedSGD.step`.
+        compressed one moves elements whose gradients are 0 on all ranks, see `qcomp.CompressedSGD.step`. In a step, if
+        its optimizer divides by averages of squared gradients, of which the compressor keeps only signs.
 
     Notes
     -----

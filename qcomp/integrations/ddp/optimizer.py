@@ -17,14 +17,20 @@ from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.agreement import compare_new_stage
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep
 from qcomp.integrations.ddp.parameters import with_plain_names
-from qcomp.integrations.ddp.witness import Witness
+from qcomp.integrations.ddp.witness import Witness, shared_verdict
 from qcomp.private_names.torch import hooks_of, is_joined_without
 
 __all__ = ["OverlappedOptimizer"]
+
+_CLIP = (
+    "To clip, pass clip_norm= to the optimizer, and turn off what else clips: clip_grad_norm_, gradient_clip_val of "
+    "Lightning, or max_grad_norm of the Trainer of Hugging Face, which clips unless it is 0"
+)
 
 
 class OverlappedOptimizer(Joinable):
@@ -57,7 +63,8 @@ class OverlappedOptimizer(Joinable):
     While the optimizer averages gradients (in the exact warm-up; always with `qcomp.CompressedSGD`), ``p.grad`` is the
     mean over the ranks after the backward pass, and `step` uses its current value: ``clip_grad_norm_`` and the like
     work as with any optimizer under DistributedDataParallel. While it averages momenta, ``p.grad`` is this rank's own
-    gradient, which is already part of the averaged momentum; `step` raises if it was changed.
+    gradient, which is already part of the averaged momentum; `step` raises if it was changed. It warns of that in the
+    warm-up.
 
     With uneven inputs, use ``Join([model, optimizer])`` with the model first: a rank without inputs then takes part in
     the steps of the others.
@@ -88,6 +95,10 @@ class OverlappedOptimizer(Joinable):
         self._is_written_to: bool | None = None
         """Whether something writes to gradients between backward pass and step, perhaps without changing them; None
         before the first step, which may be one of momenta after a restart."""
+        self._some_write: bool | None = None
+        """Whether something does so on some rank; None before the first step of momenta."""
+        self._may_change = False
+        """Whether it is known that gradients are changed as long as this has an effect."""
         try:
             model.register_comm_hook(self, _exchange)
         except RuntimeError as error:
@@ -119,8 +130,14 @@ class OverlappedOptimizer(Joinable):
             On every rank, if a gradient on any rank was not finite, unless the optimizer skips such steps. Parameters
             and state do not change.
         RuntimeError
-            If there was no backward pass since the last step, or it did not finish; or if a gradient was changed after
-            its momentum was averaged.
+            If there was no backward pass since the last step, or it did not finish. On every rank, if a gradient was
+            changed on any rank after its momentum was averaged; on that rank alone, if no rank had written to gradients
+            until the first step of momenta.
+
+        Warns
+        -----
+        UserWarning
+            Once, if a gradient was changed in the warm-up.
         """
         self._saves.forget()
         step, running = self._step, self._step.running
@@ -136,7 +153,7 @@ class OverlappedOptimizer(Joinable):
                 raise running.refusal
             step.skip()
             return
-        gradients = self._gradients_to_use(running)
+        gradients = self._gradients_of(running)
         with torch.no_grad():
             means = step.take()
             values = list(means.values)
@@ -266,6 +283,25 @@ class OverlappedOptimizer(Joinable):
                     p.grad = torch.empty_like(p)
                 p.grad.copy_(mean)
 
+    def _gradients_of(self, running: BackwardPass) -> dict[int, Any]:
+        """Return `_gradients_to_use`, or raise what it raises on any rank.
+
+        Only steps of momenta compare, in which each rank has gradients of its own, and only if some rank has ever
+        written to its gradients: then each sends a byte to all others.
+        """
+        problem, found = None, {}
+        try:
+            found = self._gradients_to_use(running)
+        except RuntimeError as error:
+            problem = error
+        if self._some_write is not False and not all(part.of_gradients for part in running.parts):
+            step = self._step
+            verdict = shared_verdict(problem, self._is_written_to is True, self.state.size, step.values()[0])
+            self._some_write, problem = drive(owned(verdict, owner_of(step.optimizer, self.state)), step.comm)
+        if problem is not None:
+            raise problem
+        return found
+
     def _gradients_to_use(self, running: BackwardPass) -> dict[int, Any]:
         """Return the gradients to use instead of the means, because they may have been changed.
 
@@ -290,14 +326,20 @@ class OverlappedOptimizer(Joinable):
         if changed and not all(part.of_gradients for part in running.parts):
             raise RuntimeError(
                 f"the gradient of {params.named(changed)} was changed after the backward pass, but its momentum has "
-                f"been averaged already (stage {self.state.stage!r}), so the change would have no effect. To clip, "
-                "pass clip_norm to the optimizer; to scale, scale the loss; to change gradients between backward pass "
-                "and step, compress gradients instead: qcomp.integrations.ddp.hook, or qcomp.CompressedSGD"
+                f"been averaged already (stage {self.state.stage!r}), so the change would have no effect. {_CLIP}; to "
+                "scale, scale the loss; to change gradients between backward pass and step, compress gradients "
+                "instead: qcomp.integrations.ddp.hook, or qcomp.CompressedSGD"
             )
         bad = [number for number in changed if not params.tensors[number].grad.isfinite().all()]
         if bad:
             raise NonFiniteError(
                 f"the gradient of {params.named(bad)} was changed after the backward pass to infinity or NaN"
+            )
+        if changed and self.state.stage in ("warmup", "rewarm") and not self._may_change:
+            self._may_change = True
+            warn_caller(
+                f"the gradient of {params.named(changed)} was changed after the backward pass, as clip_grad_norm_ does"
+                f". That works in exact steps only: once momenta are averaged, step raises. {_CLIP}"
             )
         return {
             number: params.tensors[number].grad.detach()

@@ -1,4 +1,4 @@
-"""Detects changes of gradients since the end of the backward pass."""
+"""Detects changes of gradients since the end of the backward pass, on any rank."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from qcomp.core.handshake import gather_texts
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.integrations.ddp.parameters import is_dense
 from qcomp.private_names.torch import writes_to
 
-__all__ = ["Witness"]
+__all__ = ["Witness", "shared_verdict"]
 
 _SAMPLE = 64
+_UNTOUCHED, _WRITTEN_TO, _REFUSED = b"\0", b"\1", b"\2"
 
 
 class Witness:
@@ -60,6 +64,34 @@ class Witness:
     def written_to(self, gradients: Sequence[Any]) -> bool:
         """Return whether torch has counted a write to any gradient."""
         return any(_version(g) != version for g, version in zip(gradients, self._versions, strict=True))
+
+
+def shared_verdict(
+    problem: RuntimeError | None, is_written_to: bool, size: int, like: Any
+) -> Stages[tuple[bool, RuntimeError | None]]:
+    """Return whether gradients are written to on any rank, and an error if any rank has one.
+
+    Sends a byte to all others; if there is an error, also its text.
+
+    Parameters
+    ----------
+    problem : RuntimeError or None
+        This rank's error.
+    is_written_to : bool
+        Whether this rank writes to gradients, perhaps without changing them.
+    size : int
+        Number of ranks.
+    like : torch.Tensor
+        Gives the device of the buffers.
+    """
+    own = _REFUSED if problem else _WRITTEN_TO if is_written_to else _UNTOUCHED
+    arrived = yield AllGather(from_host_bytes(own, like), (1,) * size)
+    found = {bytes(host_bytes(one)) for one in arrived}
+    if _REFUSED in found:
+        texts = yield from gather_texts(str(problem or ""), size, like)
+        told = [f"on rank {rank}, {text}" for rank, text in enumerate(texts) if text]
+        problem = problem or RuntimeError(told[0])
+    return found != {_UNTOUCHED}, problem
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

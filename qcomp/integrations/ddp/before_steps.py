@@ -1,0 +1,180 @@
+"""What happens before an optimizer of torch steps: it is kept from gradients that it must not or should not use."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from qcomp.core.compressor import Compressor
+from qcomp.core.errors import NonFiniteError
+from qcomp.core.reporting import warn_caller
+from qcomp.private_names.torch import found_inf
+
+__all__ = ["BeforeSteps", "BlindVariances", "UnusableGradients"]
+
+_SIZE = 1 << 16
+_LOOKS = 8
+"""Steps before which an optimizer's state is looked at: its first step makes it, perhaps one of several optimizers."""
+_AVERAGES_OF_SQUARES = frozenset(
+    ["exp_avg_sq", "exp_avg_sq_row", "exp_inf", "row_var", "square_avg", "state2", "sum", "variance"]
+)
+"""Names in the states of Adam, RMSprop, Adagrad, Adamax, Adafactor and their likes."""
+
+
+class BeforeSteps(ABC):
+    """Is told before each step of any optimizer of torch that has one of some parameters, as long as it exists.
+
+    Parameters
+    ----------
+    params : iterable of torch.Tensor
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self.params = tuple(params)
+        self._own = frozenset(map(id, self.params))
+        _watch()
+        _watching.add(self)
+
+    @property
+    @abstractmethod
+    def waits(self) -> bool:
+        """Whether there is something to do before the next step."""
+
+    @abstractmethod
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what must be done before a step uses gradients; an error keeps the optimizer from it."""
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Return the parameters that an optimizer steps with."""
+        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
+
+
+class UnusableGradients(BeforeSteps):
+    """Lets no optimizer use gradients that are NaN on all ranks because one on some rank was not finite.
+
+    A GradScaler that finds them does not step, on any rank, and lowers its scale on all. Only without one is such a
+    gradient an error.
+
+    Parameters
+    ----------
+    params : iterable of torch.Tensor
+        The parameters with these gradients.
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self._error: NonFiniteError | None = None
+
+    def refuse(self, error: NonFiniteError) -> None:
+        """Let no optimizer use the gradients; raise at once if something else has used earlier ones.
+
+        Parameters
+        ----------
+        error : NonFiniteError
+            The error that a step raises, on every rank.
+        """
+        if not all(map(_is_finite, self.params)):
+            raise error
+        self._error = error
+
+    @property
+    def waits(self) -> bool:
+        """Whether there may still be such gradients."""
+        return self._error is not None
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer would use such gradients, and nothing else skips its step."""
+        torch.compiler.disable(self._require_usable)(optimizer)
+
+    def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
+        unusable = {id(p) for p in self.params if p.grad is not None and not _is_finite(p.grad)}
+        if not unusable:  # those of a later backward pass
+            self._error = None
+        elif found_inf(optimizer) is None and any(id(p) in unusable for p in self.of(optimizer)):
+            raise NonFiniteError(str(self._error)) from self._error
+
+
+class BlindVariances(BeforeSteps):
+    """Warns once of an optimizer that divides by averages of squares, where these are the same for all elements.
+
+    Parameters
+    ----------
+    params : iterable of torch.Tensor
+        The parameters whose gradients are compressed.
+    compressors : iterable of Compressor
+        What compresses them.
+    """
+
+    def __init__(self, params: Iterable[Any], compressors: Iterable[Compressor]) -> None:
+        super().__init__(params)
+        self._blind = [c.spec for c in compressors if _says_signs_alone(c)]
+        self._looks = _LOOKS
+
+    @property
+    def waits(self) -> bool:
+        """Whether the state of an optimizer may still show what it divides by."""
+        return bool(self._blind) and self._looks > 0
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if a step before this one has made such averages."""
+        self._looks -= 1
+        kept = {key for p in self.of(optimizer) for key in optimizer.state.get(p, {})}
+        if kept.isdisjoint(_AVERAGES_OF_SQUARES):
+            return
+        (spec, *_), self._looks = self._blind, 0
+        warn_caller(
+            f"{type(optimizer).__name__} divides by averages of squared gradients, and gradients compressed by {spec} "
+            "have the same square in all elements of a bucket, so it learns far less than with exact ones: let "
+            "qcomp.torch.OneBitAdam average momenta instead, or compress with 4 bits and more, such as "
+            "qcomp.QSGD(levels=7, bucket_size=128), or take an optimizer without such averages, such as SGD"
+        )
+
+
+def _says_signs_alone(compressor: Compressor) -> bool:
+    """Return whether all elements of a bucket have the same magnitude, because one bit has no room for others."""
+    bits = 8 * compressor.for_shape((_SIZE,)).payload_spec(_SIZE).nbytes / _SIZE
+    return bits < 1.5 and not compressor.traits.keeps_zero
+
+
+_watching: weakref.WeakSet[BeforeSteps] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch() -> None:
+    """Let torch tell of all steps from now on."""
+    register_optimizer_step_pre_hook(_tell)
+
+
+def _tell(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Tell of a step; if it has a closure, once that has computed gradients: return arguments with another closure."""
+
+    def tell() -> None:
+        for each in list(_watching):
+            if each.waits and each.of(optimizer):
+                each.before(optimizer)
+
+    def after(closure: Any) -> Any:
+        loss = closure()
+        tell()
+        return loss
+
+    own, *rest = args
+    if rest and callable(rest[0]):
+        return (own, functools.partial(after, rest[0]), *rest[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": functools.partial(after, kwargs["closure"])}
+    tell()
+    return None
+
+
+@torch.no_grad()
+def _is_finite(x: Any) -> bool:
+    """Return whether all elements are finite; of a sharded tensor, those on this rank."""
+    local = x.to_local() if hasattr(x, "to_local") else x
+    return bool(local.isfinite().all())
