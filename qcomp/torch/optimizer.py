@@ -334,7 +334,9 @@ class AveragingOptimizer(ScaledStep, torch.optim.Optimizer):
         if before.size == 1 or before.step not in COMPARED:
             return
         if not self._settings.optimizer(self.param_groups, before.step).apart(before.stage):
-            self._drive(compare_parameters(self._values(), before), "step")
+            self._drive(
+                compare_parameters(self._values(), before), f"step {before.step + 1} ({before.stage})"
+            )
 
     def _stages(self, params: Sequence[Any], state: OptimizerState, *, donate: bool = False) -> Stages[Any]:
         """Make one step with the current gradients and settings as a generator of pure stages."""

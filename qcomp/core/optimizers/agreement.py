@@ -91,9 +91,9 @@ def settings_of(optimizer: Any) -> dict[str, str]:
     return settings
 
 
-def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return each parameter's name, shape, and a digest of its elements, which does not depend on the library."""
-    return [(name, tuple(p.shape), digest(p)) for name, p in zip(names, params, strict=True)]
+def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
+    """Return each parameter's name, and its shape with a digest of its elements, which no library changes."""
+    return [(name, f"shape {tuple(p.shape)}: {digest(p)}") for name, p in zip(names, params, strict=True)]
 
 
 def explain_values(held: Sequence[Any]) -> str | None:
@@ -102,13 +102,13 @@ def explain_values(held: Sequence[Any]) -> str | None:
         return None  # their parameters differ, which another message reports
     for of_ranks in zip(*held, strict=True):
         ranks_of = defaultdict(list)
-        for rank, (*_, found) in enumerate(of_ranks):
+        for rank, (_, found) in enumerate(of_ranks):
             ranks_of[found].append(rank)
         if len(ranks_of) > 1:
-            name, shape, _ = of_ranks[0]
+            name, shape = of_ranks[0][0], of_ranks[0][1].partition(":")[0]
             groups = [name_ranks(ranks) for ranks in ranks_of.values()]
             return (
-                f"the parameter {name!r} of shape {tuple(shape)} has one value on {groups[0]}, and others on "
+                f"the parameter {name!r} of {shape} has one value on {groups[0]}, and others on "
                 f"{'; '.join(groups[1:])}: load the same file on every rank, or begin with the values of one, by "
                 "params = qcomp.comm.broadcast(params, comm)"
             )
