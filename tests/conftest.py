@@ -255,15 +255,11 @@ class TorchRank:
 
 
 class ForkServer:
-    """A process that forks ranks, and the store where they meet, which outlives them."""
+    """A process that forks ranks."""
 
     def __init__(self, folder, modules):
-        import torch.distributed as dist
-
         self._folder = folder
         self._jobs = itertools.count()
-        # Port 0: the system picks a free one.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", str(Path(__file__).with_name("fork_server.py")), *modules],
             stdin=subprocess.PIPE,
@@ -272,20 +268,24 @@ class ForkServer:
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         )
 
-    def environment(self, n):
-        """Return the variables that torchrun sets for its ranks, except their number; new for each job."""
+    def environment(self, n, store):
+        """Return the variables that torchrun sets for the ranks of a new job, except their number."""
         return {
             "WORLD_SIZE": str(n),
             "LOCAL_WORLD_SIZE": str(n),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(next(self._jobs)),
             "TORCHELASTIC_RUN_ID": "none",
         }
 
     def run(self, n, code, *, timeout, whole_exit):
-        environment = self.environment(n)
+        import torch.distributed as dist
+
+        # A store for each job, in which no rank finds addresses of an earlier one. Port 0: the system picks a free one.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment = self.environment(n, store)
         folder = self._folder / environment["TORCHELASTIC_RESTART_COUNT"]
         folder.mkdir()
         out, err = ([str(folder / f"{name}{rank}") for rank in range(n)] for name in ("out", "err"))
