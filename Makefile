@@ -14,7 +14,7 @@ PIP := -m pip install --quiet --no-compile --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-ci test-exhaustive test-all test-versions test-lowest test-newest test-gpu test-peers fuzz coverage mutants
-.PHONY: bench-kernels bench-gpu bench-convergence bench-network bench-loss docs lint format lock wheel clean
+.PHONY: bench-kernels bench-gpu bench-convergence bench-conversions bench-network bench-loss docs lint format lock wheel clean
 
 demo: $(DEMO)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
 	$(BIN)/qcomp warmup --compressor sign --compressor minmax & \
@@ -83,6 +83,9 @@ bench-gpu: $(INSTALLED)  ## Time kernels on a CUDA device against a copy on it; 
 bench-convergence: $(INSTALLED)  ## Train three tasks with each optimizer over five seeds (takes hours; resumes where it stopped).
 	$(BIN)/python benchmarks/noise_floor.py
 	$(BIN)/python benchmarks/study.py
+
+bench-conversions: $(INSTALLED)  ## Train scripts like public ones beside their conversions, and resume both; takes half an hour.
+	$(BIN)/python benchmarks/conversions.py
 
 bench-network: $(INSTALLED)  ## Time training over links of 100 Mbit/s to 10 Gbit/s between network namespaces; needs root and iproute2.
 	$(BIN)/python benchmarks/network_times.py

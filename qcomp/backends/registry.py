@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,11 +85,32 @@ def load_coders() -> Coders:
 
 def _imported(name: str, module: str) -> Any:
     try:
-        return import_module(module)
+        with _named_print():
+            return import_module(module)
     except ImportError as error:
         hint = f"pip install 'qcomp[{BUILT_IN[name].extra}]'"
         needed = error.name or str(error).removeprefix("qcomp needs ")
         raise UnavailableError(f"the kernels {name!r} need {needed}: {hint}") from error
+
+
+@contextmanager
+def _named_print() -> Iterator[None]:
+    """Let a function that a script has put in the place of ``print`` have its name and module.
+
+    Scripts replace it so that rank 0 alone prints. While numba is imported, it looks builtins up by name and module.
+    """
+    given: Any = builtins.print
+
+    def stand_in(*args: Any, **options: Any) -> None:
+        given(*args, **options)
+
+    stand_in.__module__, stand_in.__name__ = "builtins", "print"
+    if getattr(given, "__module__", None) != "builtins":
+        builtins.print = stand_in
+    try:
+        yield
+    finally:
+        builtins.print = given
 
 
 def _foreign() -> dict[str, EntryPoint]:

@@ -449,3 +449,27 @@ def test_a_forked_child_makes_its_own_threads():
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_script_may_replace_print_before_kernels_are_imported():
+    """So that rank 0 alone prints, as the references of torchvision do; numba looks builtins up as it is imported."""
+    pytest.importorskip("numba")
+    script = """if True:
+        import builtins, functools, sys
+
+        def setup_for_distributed(is_master):
+            builtin_print = builtins.print
+            def print(*args, **kwargs):
+                if is_master:
+                    builtin_print(*args, **kwargs)
+            builtins.print = functools.partial(print) if sys.argv[1] == "partial" else print
+
+        setup_for_distributed(True)
+        replaced = builtins.print
+        from qcomp.backends import registry
+        registry.load("numba")
+        assert builtins.print is replaced
+    """
+    for way in ("function", "partial"):
+        subprocess.run([sys.executable, "-c", script, way], check=True, timeout=60)
