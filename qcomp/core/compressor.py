@@ -114,6 +114,15 @@ class Compressor(ABC):
         return self.payload_spec(1).variable_length
 
     @property
+    def fields_by_bucket(self) -> bool:
+        """Whether each field of a payload has what belongs to the first bucket, then to the second, and so on.
+
+        Then the payload of a vector can be made of those of its buckets, and `qcomp.jax` compresses the buckets of many
+        tensors at once. By default False, which is always right.
+        """
+        return False
+
+    @property
     def coder(self) -> Coder | None:
         """The coder that shortens payloads before they are sent, or None.
 

@@ -136,11 +136,11 @@ class PayloadSpec:
             The buffer.
         """
         self.check(data)
-        return {name: from_bytes_of(data[part], dtype) for name, dtype, part in self._parts}
+        return {name: from_bytes_of(data[part], dtype) for name, dtype, part in self.places}
 
     @cached_property
-    def _parts(self) -> tuple[tuple[str, str, slice], ...]:
-        """The name and the dtype of each field, and where its bytes are."""
+    def places(self) -> tuple[tuple[str, str, slice], ...]:
+        """The name and the dtype of each field, and where its bytes are in the buffer."""
         pairs = zip(self.fields, self._offsets, strict=False)
         return tuple((f.name, f.dtype, slice(at, at + f.size * itemsize(f.dtype))) for f, at in pairs)
 

@@ -8,9 +8,10 @@ for each shape instead of once for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from qcomp.backends.jax_xla.arithmetic import adam_step, frozen_step, momentum
@@ -21,6 +22,7 @@ from qcomp.core.numeric.arrays import is_traced
 __all__ = ["TracedKernels"]
 
 Array = Any
+Result = TypeVar("Result")
 
 
 class TracedKernels(JaxKernels):
@@ -40,6 +42,37 @@ class TracedKernels(JaxKernels):
     def takes(self, x: Array) -> bool:
         """Return whether x is traced."""
         return is_traced(x)
+
+    def apart(
+        self, compute: Callable[[], Result], numbers: Sequence[int] = (), like: Array | None = None
+    ) -> tuple[Result, list[Array]]:
+        """Return the arrays that a function computes, and numbers that the compiler does not know.
+
+        The function has a branch of its own. So the compiler does not copy it to all that use its results, and
+        operations that differ in such numbers alone are compiled once.
+
+        Parameters
+        ----------
+        compute : callable
+            Returns a pytree of arrays.
+        numbers : sequence of int
+            From 0 to 2**32 - 1.
+        like : array, optional
+            Differs between devices if the results do.
+        """
+        shapes = jax.eval_shape(compute)
+
+        def never() -> tuple[Result, list[Array]]:
+            other = jnp.float32(0) if like is None else jnp.ravel(like)[0]
+            return jax.tree.map(lambda x: jnp.full(x.shape, other.astype(x.dtype)), shapes), [
+                jnp.uint32(0) for _ in numbers
+            ]
+
+        def always() -> tuple[Result, list[Array]]:
+            return compute(), [jnp.uint32(number) for number in numbers]
+
+        found: tuple[Result, list[Array]] = jax.lax.cond(self._nothing < 0, never, always)
+        return found
 
     def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array:
         """Return ``beta1 * m + (1 - beta1) * scale * g``."""

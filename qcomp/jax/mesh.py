@@ -68,9 +68,10 @@ class MeshMean:
     -----
     ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends 2 (N
     - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of the
-    longest in its exchange. The program has a branch for each device, with the code for that device's chunk, so its
-    size grows with the number of tensors and not with N times that number. With PowerSGD it sends as `PowerSGDMean`
-    does with owners, also between two devices.
+    longest in its exchange. A program compresses the buckets of all tensors with one compressor as one array, so each
+    further tensor or device adds little to it: docs/benchmarks/compiling has the seconds of compilers. Every other
+    remainder of a size and a bucket size adds the code of one more kind of bucket. With PowerSGD it sends as
+    `PowerSGDMean` does with owners, also between two devices.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
     tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. That holds for all devices of
@@ -285,15 +286,17 @@ class MeshMean:
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):
             means = drive(request.stages(), self.axis_name)
-        held = [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else means.values
-        accepted = self._everywhere(_none_refused(held))
-        values = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in held]
+        held = [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else list(means.values)
+        own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
+        accepted = self._everywhere(own)
+        if accepted is not own or len(request.parts) > 1:  # otherwise those of the one part are NaN already
+            held = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in held]
         new = Residuals(
-            dict(zip(names, [e[None] for e in means.exchange.worker], strict=bool(residuals.worker))),
-            tuple(e[None] for e in means.exchange.server),
+            dict(zip(names, map(_as_row, means.exchange.worker), strict=bool(residuals.worker))),
+            tuple(map(_as_row, means.exchange.server)),
         )
         kept = jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, residuals)
-        return taken.whole(values), kept, accepted
+        return taken.whole(held), kept, accepted
 
     def _size(self) -> tuple[int, bool]:
         """Return the number of devices on the axis, and whether this runs inside `jax.shard_map`."""
@@ -330,6 +333,15 @@ class MeshMean:
         wanted = dict(zip(names, zeros[0], strict=bool(zeros[0]))), tuple(zeros[1])
         expected = jax.tree.map(lambda e: ((1, *e.shape), e.dtype.name), wanted)
         given = jax.tree.map(lambda e: (tuple(e.shape), e.dtype.name), (residuals.worker, residuals.server))
+        if given[0].keys() != expected[0].keys():
+            there, here = (
+                sorted(one[0].keys() - other[0].keys())[:3]
+                for one, other in ((given, expected), (expected, given))
+            )
+            raise ValueError(
+                f"state has residuals of arrays at {there} that tree lacks, and none of those at {here}; expected a "
+                "tree whose arrays have the paths and shapes that init saw"
+            )
         if given != expected:
             raise ValueError(
                 f"state has residuals {given}; expected {expected}: those of init for this tree on this mesh, cut as "
@@ -337,7 +349,7 @@ class MeshMean:
             )
         # By name, since JAX sorts the keys of a dict.
         found = [residuals.worker[name] for name in names if residuals.worker], residuals.server
-        worker, server = (tuple(e[0] for e in owed) for owed in found)
+        worker, server = (tuple(jnp.reshape(e, e.shape[1:]) for e in owed) for owed in found)
         shapes = tuple(tuple(t.shape) for t, exact in zip(tensors, state.exact, strict=True) if not exact)
         return MeanState(0, state.size, worker, server, shapes if worker else (), (), self.topology)
 
@@ -402,9 +414,14 @@ def _refuse_derivative(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _none_refused(means: Sequence[Array]) -> Array:
-    """Return whether every mean was accepted: in those that were refused, all elements are NaN."""
-    refused = [jnp.isnan(jnp.ravel(mean)[0]) for mean in means if mean.size]
+def _as_row(residual: Array) -> Array:
+    return jnp.reshape(residual, (1, *residual.shape))
+
+
+def _none_refused(parts: Sequence[Sequence[Array]]) -> Array:
+    """Return whether every part was accepted: in the means of one that was refused, all elements are NaN."""
+    first = [next((mean for mean in means if mean.size), None) for means in parts]
+    refused = [jnp.isnan(jnp.ravel(mean)[0]) for mean in first if mean is not None]
     return ~jnp.any(jnp.stack(refused)) if refused else jnp.bool_(True)
 
 

@@ -9,6 +9,8 @@ They are chained, scheduled, masked and saved like any other. They take the grad
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +32,7 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals
+from qcomp.jax.packing import cut
 from qcomp.jax.trees import Tree
 
 __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
@@ -37,8 +40,8 @@ __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam
 PyTree = Any
 Array = Any
 
-_Moved = tuple[list[Array], list[Array], list[Array], Residuals, Array]
-"""Directions, momenta, variances, residuals, and whether the step was accepted."""
+_Moved = tuple[Array, Array, Array, Residuals, Array]
+"""Directions, momenta and variances, each of all parameters as one vector; residuals; whether the step was accepted."""
 
 _ALWAYS = 2**31 - 1
 """How many steps in a row may be skipped: any number."""
@@ -176,56 +179,56 @@ def scale_by_onebit_adam(
     ) -> tuple[PyTree, OneBitAdamState]:
         del params
         taken = Tree.of(updates, "updates")
-        old_momentum = taken.like(state.momentum, "momentum")
-        old_variance = taken.like(state.variance, "variance")
-        for name, g, m in zip(taken.names, taken.leaves, old_momentum, strict=True):
+        moments = taken.like(state.momentum, "momentum")
+        for name, g, m in zip(taken.names, taken.leaves, moments, strict=True):
             if jnp.shape(g) != m.shape:
                 raise ValueError(f"updates has at {name!r} the shape {jnp.shape(g)}; state is of {m.shape}")
-        zeros = [jnp.zeros_like(m) for m in old_momentum]
+        # As one vector, since a compiler takes time for every operation on every array.
+        old_momentum, old_variance = _joined(moments), _joined(taken.like(state.variance, "variance"))
+        zeros = jnp.zeros_like(old_momentum)
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.
         numbers = StepNumbers(-1.0, _at(of_momentum, count), eps, 0.0)
 
         def warm_up() -> _Moved:
             # Before the mean, as in the core: a mean in half precision would lose bits that the moments have.
-            wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, old_momentum, strict=True)]
+            wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, moments, strict=True)]
             means, residuals, accepted = mean.average(
                 taken.whole(wide), state.residuals, state.step, exactly=True
             )
-            gradients = taken.like(means, "means")
-            of_adam = [AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)] * len(zeros)
-            moved = primitives.adam_steps(zeros, old_momentum, old_variance, gradients, of_adam)
-            direction, momentum, variance = map(list, zip(*moved, strict=True))
+            gradient = _joined(taken.like(means, "means"))
+            of_adam = AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)
+            ((direction, momentum, variance),) = primitives.adam_steps(
+                [zeros], [old_momentum], [old_variance], [gradient], [of_adam]
+            )
             exact = mean.keeps_exact(updates)
-            frozen = floored(divided(variance, [1 - b2**freeze] * len(variance)), exact, variance_floor)
-            variance = [jnp.where(count == freeze, f, v) for f, v in zip(frozen, variance, strict=True)]
+
+            def frozen(variance: Array) -> Array:
+                return _floored(divided([variance], [1 - b2**freeze])[0], moments, exact, variance_floor)
+
+            variance = jax.lax.cond(count == freeze, frozen, lambda variance: variance, variance)
             return direction, momentum, variance, residuals, accepted
 
         def compress() -> _Moved:
             means, residuals, accepted = mean.average(
                 updates, state.residuals, state.step, momenta=state.momentum, beta=b1
             )
-            momenta = taken.like(means, "means")
-            moved = primitives.frozen_steps(zeros, momenta, old_variance, [numbers] * len(zeros))
-            direction, momentum = map(list, zip(*moved, strict=True))
+            averaged = _joined(taken.like(means, "means"))
+            ((direction, momentum),) = primitives.frozen_steps([zeros], [averaged], [old_variance], [numbers])
             return direction, momentum, old_variance, residuals, accepted
 
         with use_kernels(TracedKernels(state.step)):
             moved = jax.lax.cond(state.step < freeze, warm_up, compress)
-        direction, momentum, variance, residuals, accepted = moved
-        took = accepted.astype(jnp.int32)
-        new = OneBitAdamState(
-            state.step + took,
-            state.skipped + 1 - took,
-            taken.whole([jnp.where(accepted, m, old) for m, old in zip(momentum, old_momentum, strict=True)]),
-            taken.whole([jnp.where(accepted, v, old) for v, old in zip(variance, old_variance, strict=True)]),
-            residuals,
-        )
-        scaled = [
-            jnp.where(accepted, d, jnp.nan).astype(g.dtype)
-            for d, g in zip(direction, taken.leaves, strict=True)
-        ]
-        return taken.whole(scaled), new
+            direction, momentum, variance, residuals, accepted = moved
+            took = accepted.astype(jnp.int32)
+            new = OneBitAdamState(
+                state.step + took,
+                state.skipped + 1 - took,
+                _cut(jnp.where(accepted, momentum, old_momentum), state.momentum),
+                _cut(jnp.where(accepted, variance, old_variance), state.variance),
+                residuals,
+            )
+            return _cut(jnp.where(accepted, direction, jnp.nan), updates), new
 
     return optax.GradientTransformation(init, update)
 
@@ -346,6 +349,35 @@ def _corrections(beta: float, steps: int) -> np.ndarray:
 def _at(corrections: np.ndarray, count: Array) -> Array:
     """Return the correction of a step, the last one for all later steps."""
     return jnp.asarray(corrections)[jnp.minimum(count, len(corrections)) - 1]
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    """Return the elements of arrays as one vector."""
+    return jax.lax.concatenate([jnp.ravel(x) for x in arrays], 0)
+
+
+def _cut(joined: Array, like: PyTree) -> PyTree:
+    """Return a vector as a pytree like another, in its dtypes; the inverse of `_joined`."""
+    leaves, structure = jax.tree.flatten(like)
+    parts = zip(cut(joined, [jnp.size(x) for x in leaves]), leaves, strict=True)
+    return jax.tree.unflatten(
+        structure, [jnp.reshape(part, jnp.shape(x)).astype(x.dtype) for part, x in parts]
+    )
+
+
+def _floored(variance: Array, like: Sequence[Array], exact: Sequence[bool], floor: float) -> Array:
+    """Return `floored` of joined variances of arrays like these; those of one size are floored together."""
+    parts = cut(variance, [x.size for x in like])
+    of_size = defaultdict(list)
+    for index, (part, is_exact) in enumerate(zip(parts, exact, strict=True)):
+        if not is_exact and part.size:
+            of_size[part.size].append(index)
+    for size, indexes in of_size.items():
+        rows = jnp.stack([parts[i] for i in indexes])
+        raised = jax.vmap(lambda v: floored([v], [False], floor)[0])(rows)
+        for index, part in zip(indexes, cut(jnp.ravel(raised), [size] * len(indexes)), strict=True):
+            parts[index] = part
+    return jax.lax.concatenate(parts, 0)
 
 
 def _zeros_like(x: Array) -> Array:

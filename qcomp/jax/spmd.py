@@ -2,9 +2,9 @@
 
 The core has a program for each rank, since a layout belongs to a rank. Here the rank is the index of a device, which is
 known only when the program runs. The rank matters in two places. Random draws depend on it, and a key takes the index
-as it is. In two phases each rank serves another chunk: there `jax.lax.switch` selects the code of `TwoPhase` for that
-rank. The collectives of XLA need messages of equal length, so all messages of an exchange are padded with zeros to the
-length of the longest.
+as it is. In two phases each rank serves another chunk, whose messages are laid out differently: in `PackedCodec.serve`
+each device reads its own tables. The collectives of XLA need messages of equal length, so all messages of an exchange
+are padded with zeros to the length of the longest.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages
 from qcomp.core.mean.topologies.all_gather import AllGather
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
-from qcomp.core.mean.topologies.two_phase import TwoPhase
-from qcomp.core.numeric.arrays import concat, cut_like
+from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
+from qcomp.core.numeric.arrays import concat
 from qcomp.core.numeric.low_rank import first_factor
 from qcomp.core.numeric.random import Key
+from qcomp.jax.packing import PackedCodec, cut
 
 __all__ = ["TOPOLOGIES", "SpmdMean", "SpmdPowerSGDMean", "drive"]
 
@@ -103,16 +104,23 @@ class _SpmdLayout(Layout):
 
 
 class _OnAxis:
-    """A topology whose rank is the index of the device on an axis."""
+    """A topology whose rank is the index of the device on an axis, and whose programs are small."""
 
     axis_name: str
 
     def __init__(self, axis_name: str) -> None:
         self.axis_name = axis_name
 
-    def here(self, call: Call) -> Call:
-        """Return a call with the draws of this device."""
-        return call._replace(key=call.key._replace(rank=jax.lax.axis_index(self.axis_name)))
+    def on_axis(self, stages: Callable[[Call], Stages[Averaged]], call: Call) -> Stages[Averaged]:
+        """Run stages with the draws of this device; their means are NaN already if any device has refused."""
+        averaged = yield from stages(
+            call._replace(key=call.key._replace(rank=jax.lax.axis_index(self.axis_name)))
+        )
+        return averaged._replace(verdicts=())
+
+    def codec(self, tensors: Sequence[Array]) -> PackedCodec:
+        """Return what compresses chunks of tensors like these, and decompresses them."""
+        return PackedCodec(tensors)
 
 
 class _AllGatherOnAxis(_OnAxis, AllGather):
@@ -120,7 +128,7 @@ class _AllGatherOnAxis(_OnAxis, AllGather):
 
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send everything to all."""
-        return super().stages(self.here(call))
+        return (yield from self.on_axis(super().stages, call))
 
 
 class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
@@ -137,7 +145,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
 
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each chunk to its server, and its average to all."""
-        return super().stages(self.here(call))
+        return (yield from self.on_axis(super().stages, call))
 
     def serve(
         self,
@@ -145,37 +153,13 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
         call: Call,
         arrived: Sequence[Array],
         verdicts: Verdicts,  # noqa: ARG002 - the server tells all ranks what it was told
-        error: NonFiniteError | None,
+        error: NonFiniteError | None,  # noqa: ARG002 - nothing is raised in a program
     ) -> Compressed:
         """Average what has arrived for this device's chunk, and compress the average for all."""
-        layout = call.layout
-        assert isinstance(layout, _SpmdLayout)
+        assert isinstance(codec, PackedCodec)
         _require_no_axis_of_the_compiler(self.axis_name)
-        branches = [
-            self._server(codec, call._replace(layout=layout.at(r)), error) for r in range(layout.world)
-        ]
         rank = jax.lax.axis_index(self.axis_name)
-        message, residuals = jax.lax.switch(rank, branches, list(arrived), tuple(call.server))
-        return Compressed((message,), residuals, None)
-
-    def _server(
-        self, codec: Codec, call: Call, error: NonFiniteError | None
-    ) -> Callable[[list[Array], tuple[Array, ...]], tuple[Array, tuple[Array, ...]]]:
-        """Return one rank's server function: from the messages and its residuals to its message and residuals."""
-        own = call.layout.own
-        sizes = [segment.size for segment in own.chunk]
-
-        def serve(arrived: list[Array], residuals: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-            cut = call._replace(server=cut_like(residuals[0], sizes) if residuals else ())
-            verdicts = Verdicts(at_once=False)
-            compressed = super(_TwoPhaseOnAxis, self).serve(codec, cut, arrived, verdicts, error)
-            message = _with_verdicts(compressed, own, verdicts)
-            if not residuals:
-                return message, ()
-            left = residuals[0][sum(sizes) :]
-            return message, (concat([*compressed.residuals, left]),)
-
-        return serve
+        return codec.serve(rank, call.layout.frames, arrived, call.server, call.key.at(hop=SERVER))
 
 
 def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Array:
@@ -231,6 +215,10 @@ class SpmdMean(CompressedMean):
     def resolved(self) -> Topology:
         """The topology of this mean's name, on its axis."""
         return TOPOLOGIES[self.topology](self.axis_name)
+
+    def cut(self, joined: Array, sizes: Sequence[int]) -> list[Array]:
+        """Return the parts of a flat vector that consists of tensors of these sizes."""
+        return cut(joined, sizes)
 
     @cached_property
     def _of_one_vector(self) -> CompressedMean:

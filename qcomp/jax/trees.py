@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -50,16 +52,16 @@ class Tree(NamedTuple):
         ValueError
             If there is no array in it, or two have the same path.
         """
-        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-        names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths)
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        names = tuple(_names(tree))
         if not names:
             raise ValueError(f"{argument} is {tree!r}; expected a pytree with at least one array")
-        doubled = sorted({name for name in names if names.count(name) > 1})
+        doubled = sorted(name for name, count in Counter(names).items() if count > 1)
         if doubled:
             raise ValueError(
                 f"{argument} has several arrays with the path {doubled[0]!r}; expected one of each"
             )
-        return cls(names, [leaf for _, leaf in paths], structure)
+        return cls(names, leaves, structure)
 
     @classmethod
     def of_state(cls, tree: PyTree, argument: str, names: tuple[str, ...]) -> Tree:
@@ -84,7 +86,7 @@ class Tree(NamedTuple):
         return taken
 
     def like(self, tree: PyTree, argument: str) -> list[Array]:
-        """Return the arrays of another pytree of the same structure.
+        """Return the arrays of another pytree of the same structure, or with the same paths.
 
         Parameters
         ----------
@@ -98,7 +100,7 @@ class Tree(NamedTuple):
             If it has another structure, naming a path that only one of the two has.
         """
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        if structure == self.structure:
+        if structure == self.structure or names_of(tree) == self.names:
             return leaves
         names = names_of(tree)
         different = [name for name in (*self.names, *names) if (name in names) != (name in self.names)]
@@ -108,6 +110,19 @@ class Tree(NamedTuple):
     def whole(self, leaves: Sequence[Array]) -> PyTree:
         """Return a pytree of this structure with these arrays."""
         return jax.tree_util.tree_unflatten(self.structure, leaves)
+
+
+def _names(tree: PyTree) -> Iterator[str]:
+    """Yield the path of each array, without the name that flax.nnx gives to the inside of a variable.
+
+    `flax.nnx.Optimizer` passes variables to ``init``, and their arrays to ``update``.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    is_variable = None if nnx is None else lambda node: isinstance(node, nnx.Variable)
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
+        inner, _ = jax.tree_util.tree_flatten_with_path(node)
+        for within, _ in inner:
+            yield jax.tree_util.keystr((*path, *within[1:]), simple=True, separator="/")
 
 
 def names_of(tree: PyTree) -> tuple[str, ...]:

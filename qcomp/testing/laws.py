@@ -134,6 +134,23 @@ def _require_same_when_cut(case: Case, size: int, *cuts: int, dtype: str = "floa
         )
 
 
+def fields_by_bucket(case: Case) -> None:
+    """A payload whose fields are said to follow the buckets consists, field by field, of those of its parts."""
+    own = case.plain.on_numpy.compressor
+    bucket = own.traits.bucket_size
+    if not own.fields_by_bucket or bucket > LONGEST_BUCKET:
+        return
+    for size, cut in ((bucket + 1, 1), (3 * bucket + 3, 1), (3 * bucket + 3, 2), (4 * bucket, 2)):
+        x = vector("gaussian", size, 5)
+        pieces = (x, 0), (x[: cut * bucket], 0), (x[cut * bucket :], cut)
+        whole, first, second = (own.encode(piece, Key(seed=1, bucket=number)) for piece, number in pieces)
+        for name, field in whole.items():
+            assert np.concatenate([first[name], second[name]]).tobytes() == field.tobytes(), (
+                f"fields_by_bucket is True, and {name!r} of {size} elements is not that of the first {cut} bucket(s) "
+                "and that of the others"
+            )
+
+
 def padding_never_leaks(case: Case) -> None:
     """Padding does not matter: a tail is compressed no worse than full buckets of the same kind of values.
 
@@ -377,6 +394,7 @@ VALUE_LAWS: tuple[Law, ...] = (
     same_when_flat,
     key_names_the_draws,
     cut_at_buckets,
+    fields_by_bucket,
     padding_never_leaks,
     zero_gives_zero,
     extreme_draws,

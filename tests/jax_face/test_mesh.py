@@ -42,9 +42,16 @@ def run_on_devices(marked: str, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "programs"])
 def test_on_devices(case):
     run_on_devices("not slow", case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_in_flax():
+    pytest.importorskip("flax", reason="flax is not installed")
+    run_on_devices("not slow", "in_flax")
 
 
 @pytest.mark.exhaustive

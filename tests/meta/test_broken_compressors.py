@@ -349,6 +349,20 @@ class ChangesWhenFlat(Sign):
         return replace(self, bucket_size=16) if len(shape) == 1 else self
 
 
+@qcomp.register
+class LastScaleFirst(Sign):
+    """Inherits the promise that fields follow the buckets; only `decode` knows better."""
+
+    name = "broken_last_scale_first"
+
+    def encode(self, x, key):
+        parts = super().encode(x, key)
+        return {**parts, "scale": parts["scale"][::-1]}
+
+    def decode(self, parts, size, dtype):
+        return super().decode({**parts, "scale": parts["scale"][::-1]}, size, dtype)
+
+
 BROKEN = [
     (SumOfTheLibrary(), "same_bytes", torch),
     (SumInThreads(), "independent_of_the_environment", torch),
@@ -372,6 +386,7 @@ BROKEN = [
     (IgnoresTheStep(), "key_names_the_draws", np),
     (InventsAKey(), "needs_key", np),
     (CountsBucketsFromZero(), "cut_at_buckets", np),
+    (LastScaleFirst(), "fields_by_bucket", np),
     (AveragesThePadding(), "padding_never_leaks", np),
     (PaddingInTheRange(), "padding_never_leaks", np),
     (AddsEpsilon(), "zero_gives_zero", np),

@@ -70,6 +70,11 @@ class BucketedCompressor(Compressor):
             The scales of each bucket.
         """
 
+    @property
+    def fields_by_bucket(self) -> bool:
+        """Whether the payload has a fixed length; a coder mixes buckets."""
+        return self.coder is None
+
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the packed codes of all buckets, then each of the scales."""
         return _layout(size, self.traits.bucket_size, self.bits, self.scales, self.length_of)

@@ -56,6 +56,11 @@ class Cast(Compressor):
         loss = (2**-8 * (1 + 2**-12)) ** 2
         return Traits(1, delta=1 - loss if self.dtype == "bfloat16" else None, keeps_zero=True)
 
+    @property
+    def fields_by_bucket(self) -> bool:
+        """True: elements are independent."""
+        return True
+
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: two bytes per element."""
         return PayloadSpec((Field("halves", "uint8", 2 * size),))

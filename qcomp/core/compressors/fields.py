@@ -86,6 +86,11 @@ class WholeFields(Compressor):
         inner = self.compressor.traits
         return replace(inner, bucket_size=inner.bucket_size // self.field * self.field)
 
+    @property
+    def fields_by_bucket(self) -> bool:
+        """As the wrapped compressor."""
+        return self.compressor.fields_by_bucket
+
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout of the wrapped compressor, for the elements and the zeros."""
         return self.compressor.payload_spec(self._filled(size), dtype)

@@ -49,6 +49,11 @@ class Identity(Compressor):
         values = super().decompress(payload, like=like, out=out)
         return values if out is not None else _copied(values)
 
+    @property
+    def fields_by_bucket(self) -> bool:
+        """True: elements are independent."""
+        return True
+
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout: the values."""
         return _layout(size, dtype)

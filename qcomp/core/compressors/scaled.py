@@ -76,6 +76,11 @@ class Scaled(Compressor):
         assert isinstance(inner.plain, Compressor)
         return inner.around(Scaled(inner.plain))
 
+    @property
+    def fields_by_bucket(self) -> bool:
+        """As the wrapped compressor."""
+        return self.compressor.fields_by_bucket
+
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
         """Return the layout of the wrapped compressor."""
         return self.compressor.payload_spec(size, dtype)

@@ -8,7 +8,7 @@ from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.kernels import Blend, Encoded, chosen
-from qcomp.core.mean.chunks import Segment
+from qcomp.core.mean.chunks import Chunk, Segment
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.numeric.arrays import (
     Array,
@@ -23,7 +23,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Codec", "Compressed", "Verdicts", "refused_by", "unless_refused"]
+__all__ = ["Codec", "Compressed", "Verdicts", "assemble", "refused_by", "unless_refused"]
 
 _FINE, _NON_FINITE = 0, 1
 
@@ -230,6 +230,10 @@ class Codec:
         """Return the values of the segments of a chunk."""
         return self._decode(opened)
 
+    def decode_tensors(self, opened: Sequence[Opened]) -> list[Array]:
+        """Return the tensors whose segments are in these chunks; those without segments as they are."""
+        return assemble([one.frame.chunk for one in opened], list(map(self._decode, opened)), self.tensors)
+
     def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
         """Write the values of the segments of all chunks into buffers like all tensors."""
         kernels = self._kernels
@@ -388,6 +392,17 @@ def _encode_chunk(
 
 def _part(places: Sequence[Array] | None, segment: Segment) -> Array | None:
     return None if places is None else places[segment.tensor][segment.start : segment.stop]
+
+
+def assemble(
+    chunks: Sequence[Chunk], values: Sequence[Sequence[Array]], like: Sequence[Array]
+) -> list[Array]:
+    """Return the tensors that consist of these segments; a tensor without segments is taken from ``like``."""
+    parts: list[list[Array]] = [[] for _ in like]
+    for chunk, of_chunk in zip(chunks, values, strict=True):
+        for segment, value in zip(chunk, of_chunk, strict=True):
+            parts[segment.tensor].append(value)
+    return [concat(p) if p else x for p, x in zip(parts, like, strict=True)]
 
 
 def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:

@@ -532,11 +532,15 @@ class CompressedMean:
         def finish(results: Sequence[Averaged]) -> tuple[list[Array], MeanState]:
             average = join(results)
             means = unless_refused(average.means, average.verdicts)
-            values = cut_like(means[0], sizes) if joined else means
+            values = self.cut(means[0], sizes) if joined else means
             new_state = state._replace(worker=average.worker, server=average.server)
             return shaped_like(values, targets), new_state
 
         return Computation(rounds, finish)
+
+    def cut(self, joined: Array, sizes: Sequence[int]) -> list[Array]:
+        """Return the parts of a flat vector that consists of tensors of these sizes."""
+        return cut_like(joined, sizes)
 
     @cached_property
     def _of_one_vector(self) -> "CompressedMean":

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import array_api_compat
-from array_api_compat import device, is_array_api_obj, is_jax_array, is_numpy_array, is_torch_array
+from array_api_compat import is_array_api_obj, is_jax_array, is_numpy_array, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
 
@@ -109,12 +109,17 @@ def array_namespace(*arrays: Array) -> Namespace:
     return found
 
 
+def device(x: Array) -> Any:
+    """Return the device of an array, None while a compiler traces; see `_attribute`."""
+    return None if is_traced(x) else array_api_compat.device(x)
+
+
 def require_dense(x: Any, argument: str) -> None:
     """Raise TypeError unless x is a dense, unsharded array without a mask."""
     kind: object = type(x)
     if (reason := _why_not(kind)) is not None:
         raise TypeError(f"{argument} is a {kind_of_array(x)}, {reason}")
-    if getattr(x, "is_sparse", False) or getattr(x, "is_sparse_csr", False):
+    if _attribute(x, "is_sparse") or _attribute(x, "is_sparse_csr"):
         raise TypeError(f"{argument} is sparse; expected a dense array, such as {argument}.to_dense()")
     if not is_array_api_obj(x):
         raise TypeError(f"{argument} is a {kind_of_array(x)}; expected an array")
@@ -138,10 +143,18 @@ def one_of_each_kind(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
     """
     kinds: dict[object, tuple[int, Any]] = {}
     for index, tensor in enumerate(tensors):
-        kind = (type(tensor), getattr(tensor, "dtype", None), getattr(tensor, "layout", None))
+        kind = (type(tensor), getattr(tensor, "dtype", None), _attribute(tensor, "layout"))
         if kind not in kinds:
             kinds[kind] = index, tensor
     return list(kinds.values())
+
+
+def _attribute(x: Any, name: str) -> Any:
+    """Return an attribute of an array, None if its class has none of this name.
+
+    A tracer of JAX looks through its whole program to explain a missing attribute.
+    """
+    return getattr(x, name) if hasattr(type(x), name) else None
 
 
 @cache
@@ -218,7 +231,7 @@ def detached(tensors: Sequence[Array]) -> list[Array]:
     The memory of a tensor of torch may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then
     gives neither its bits nor NumPy's view of it.
     """
-    return [x.detach().resolve_neg() if hasattr(x, "detach") else x for x in tensors]
+    return [x.detach().resolve_neg() if hasattr(type(x), "detach") else x for x in tensors]
 
 
 def bitcast(x: Array, dtype: Any) -> Array:
@@ -238,10 +251,10 @@ def bitcast(x: Array, dtype: Any) -> Array:
 
 def _is_dense(x: Array, alignment: int) -> bool:
     """Return whether the elements of x are contiguous, as a view of another item size requires."""
-    stride = getattr(x, "stride", None)
+    stride = _attribute(x, "stride")
     if stride is not None:  # torch, which also requires an address aligned to the item size
         return bool(stride(-1) == 1 and x.storage_offset() * x.itemsize % alignment == 0)
-    flags = getattr(x, "flags", None)  # NumPy and CuPy; JAX has none, its arrays are dense
+    flags = _attribute(x, "flags")  # NumPy and CuPy; JAX has none, its arrays are dense
     return flags is None or bool(flags.c_contiguous)
 
 
@@ -459,7 +472,7 @@ def host_numbers(x: Array) -> list[float]:
 
 def is_mutable(x: Array) -> bool:
     """Return whether the elements of x can be written to."""
-    flags = getattr(x, "flags", None)
+    flags = _attribute(x, "flags")
     if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
         return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"

@@ -79,7 +79,7 @@ class Key(_KeyParts):
 
     Notes
     -----
-    ``seed``, ``step``, ``tensor`` and ``rank`` may also be int32 arrays of shape (), including traced ones.
+    ``seed``, ``step``, ``tensor``, ``rank`` and ``bucket`` may also be int32 arrays of shape (), including traced ones.
 
     Examples
     --------

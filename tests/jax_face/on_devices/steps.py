@@ -185,6 +185,29 @@ class TestTheSameAsTheCore:
                     assert len(of_exchange[rank]) == len(wanted)
                     assert all(map(begins_with, of_exchange[rank], wanted))
 
+    @pytest.mark.parametrize(
+        ("deep", "wide"),
+        [
+            (qcomp.TopK(k=2, bucket_size=BUCKET), qcomp.Cast("bfloat16")),
+            pytest.param(DRAWING, SIGN, marks=pytest.mark.exhaustive),
+        ],
+        ids=["topk-cast", "drawing-sign"],
+    )
+    def test_a_compressor_for_each_tensor(self, deep, wide, monkeypatch):
+        """Also one whose fields do not follow the buckets, and one without buckets."""
+        settings = {"exact": None, "compressors": qcomp.ByName({"deep/0": deep, "wide": wide}), "seed": 5}
+        opt = qcomp.CompressedSGD(learning_rate=0.125, momentum=0, compressor=wide, **settings)
+        tx = optax.chain(qcomp.jax.optax.compressed(wide, "data", **settings), optax.sgd(0.125))
+        of_core = train_by_the_core(4, opt)
+        params, messages = train_on_mesh(4, tx, monkeypatch)
+        assert_same_on_all_devices(params)
+        for rank, (expected, sent) in enumerate(of_core):
+            for found, wanted in zip(jax.tree.leaves(params), expected, strict=True):
+                assert_array_equal(found[rank], wanted)
+            for of_step, wanted_of_step in zip(messages, sent, strict=True):
+                for of_exchange, wanted in zip(of_step, wanted_of_step, strict=True):
+                    assert all(map(begins_with, of_exchange[rank], wanted))
+
     @pytest.mark.exhaustive
     def test_exact_tensors_travel_in_the_same_messages(self, monkeypatch):
         shapes = {"b": (32,), "w": (64, 3)}

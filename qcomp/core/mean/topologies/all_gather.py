@@ -1,7 +1,7 @@
 """All-gather: each rank sends its payload to all, and all compute the same average."""
 
 from qcomp.core.mean.chunks import Chunks
-from qcomp.core.mean.codec import Codec, Verdicts
+from qcomp.core.mean.codec import Verdicts
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllGather as Gather
@@ -33,7 +33,7 @@ class AllGather(Topology):
 
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send everything to all."""
-        layout, codec = call.layout, Codec(call.values)
+        layout, codec = call.layout, self.codec(call.values)
         (whole,) = layout.frames
         verdicts = Verdicts(at_once=layout.operands.variable_length)
         worker = codec.encode(

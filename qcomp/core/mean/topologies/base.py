@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from qcomp.core.kernels import Blend
-from qcomp.core.mean.chunks import Chunk, Chunks
-from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.chunks import Chunks
+from qcomp.core.mean.codec import Codec, assemble
 from qcomp.core.mean.costs import Cluster, Cost, Load
 from qcomp.core.mean.framing import Opened
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import Stages
-from qcomp.core.numeric.arrays import Array, concat, is_mutable
+from qcomp.core.numeric.arrays import Array, is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.primitives import empty_likes
 
@@ -115,6 +115,16 @@ class Topology(ABC):
             The chunks of one round; by default the tensors are cut anew. Only given if `allows_rounds`.
         """
 
+    def codec(self, tensors: Sequence[Array]) -> Codec:
+        """Return what compresses chunks of tensors like these, and decompresses them.
+
+        Parameters
+        ----------
+        tensors : sequence of arrays
+            Flat, of the sizes and dtypes of a call's values.
+        """
+        return Codec(tensors)
+
     @abstractmethod
     def stages(self, call: Call) -> Stages[Averaged]:
         """Average over the ranks, as a generator of pure stages.
@@ -144,18 +154,6 @@ def decode_means(codec: Codec, opened: Sequence[Opened], call: Call) -> list[Arr
     """Return the mean of each tensor from the messages of all chunks, in the buffers that the call has for them."""
     places = call.places
     if places is None:
-        values = [codec.decode(one) for one in opened]
-        return assemble([one.frame.chunk for one in opened], values, call.values)
+        return codec.decode_tensors(opened)
     codec.decode_into(places, opened)
     return places
-
-
-def assemble(
-    chunks: Sequence[Chunk], values: Sequence[Sequence[Array]], like: Sequence[Array]
-) -> list[Array]:
-    """Return the tensors that consist of these segments; a tensor without segments is taken from ``like``."""
-    parts: list[list[Array]] = [[] for _ in like]
-    for chunk, of_chunk in zip(chunks, values, strict=True):
-        for segment, value in zip(chunk, of_chunk, strict=True):
-            parts[segment.tensor].append(value)
-    return [concat(p) if p else x for p, x in zip(parts, like, strict=True)]

@@ -14,9 +14,9 @@ from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_mea
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 
-__all__ = ["Arrived", "TwoPhase", "to_servers"]
+__all__ = ["SERVER", "Arrived", "TwoPhase", "to_servers"]
 
-_WORKER, _SERVER = 0, 1
+_WORKER, SERVER = 0, 1
 """The hops of the draws."""
 
 
@@ -68,7 +68,7 @@ class TwoPhase(Topology):
 
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each chunk to its server, and its average to all."""
-        layout, codec = call.layout, Codec(call.values)
+        layout, codec = call.layout, self.codec(call.values)
         worker, arrived, verdicts = yield from to_servers(
             codec,
             layout,
@@ -113,7 +113,7 @@ class TwoPhase(Topology):
         """
         frames = (call.layout.own,) * call.layout.world
         opened = codec.open(arrived, frames, verdicts, error)
-        return codec.encode_average(opened, call.server, call.key.at(hop=_SERVER), into=call.into.server)
+        return codec.encode_average(opened, call.server, call.key.at(hop=SERVER), into=call.into.server)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""
