@@ -83,7 +83,7 @@ class LiveOverlapped(OverlappedOptimizer):
             if now != self._told:
                 raise RuntimeError(
                     f"the settings of param_groups were {self._told} in the backward pass, which has used them, and "
-                    f"are {now} now: change them after step(), as scheduler.step() does"
+                    f"are {now} now: change them before the backward pass, or after step(), as scheduler.step() does"
                 )
         super().step()
 

@@ -133,8 +133,8 @@ RIGHT = [
     *((way, TWO + TOGETHER.format(order="(optimizer, second)")) for way in ("model", "plain")),
 ]
 WRONG = [
-    ("model", CLIP, "was changed after the backward pass.*To clip, pass clip_norm to the optimizer"),
-    ("model", SETS_RATES, r"in the backward pass, which has used them.*change them after step\(\)"),
+    ("model", CLIP, "was changed after the backward pass.*To clip, pass clip_norm= to the optimizer"),
+    ("model", SETS_RATES, r"in the backward pass, which has used them.*change them before the backward pass"),
     ("model", CANCELS, "the gradient of '3.weight', '3.bias' is None"),
     ("model", EVERY_MICRO_BATCH, r"accumulate gradients in model.no_sync\(\)"),
     *(

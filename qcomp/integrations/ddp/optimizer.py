@@ -321,7 +321,8 @@ class OverlappedOptimizer(Joinable):
         gone = [number for number in changed if params.tensors[number].grad is None]
         if gone:
             raise RuntimeError(
-                f"the gradient of {params.named(gone)} is None: call zero_grad() after step(), not before it"
+                f"the gradient of {params.named(gone)} is None: call zero_grad() after step(), not before it. A script "
+                "that sets gradients to None to leave layers out needs an optimizer without model=, or a hook"
             )
         if changed and not all(part.of_gradients for part in running.parts):
             raise RuntimeError(

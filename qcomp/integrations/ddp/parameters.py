@@ -106,7 +106,8 @@ def averaged_by(model: Any) -> list[tuple[str, Any]]:
     """
     if not isinstance(inside_compiled(model), torch.nn.parallel.DistributedDataParallel):
         raise TypeError(
-            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel"
+            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel: wrap the model, "
+            "for one rank too. Without it the optimizers of qcomp.torch average in step(), if made without model="
         )
     ignored = ignored_by(model)  # a compiled model has the attributes of the one inside
     return [
