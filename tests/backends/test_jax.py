@@ -12,6 +12,7 @@ import pytest
 import qcomp
 from qcomp.backends.jax_xla import KERNELS, programs
 from qcomp.core import primitives
+from qcomp.core.feedback import compensated
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import LIMIT, host_bytes, is_traced
 from qcomp.testing import replace_draws
@@ -34,7 +35,7 @@ by_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 
 def results(compressor, x, residual, key=KEY):
     """Return all results computed from a vector and a residual, as bytes."""
-    payload, new = qcomp.feedback.compress(compressor, x, residual, key=key)
+    payload, new = compensated(compressor, x, residual, key=key)
     plain = compressor.compress(x, key=key)
     decoded = compressor.decompress(payload, like=x)
     total = compressor.add(payload, residual + 0)  # a copy: `add` may write to its buffer
@@ -95,7 +96,7 @@ class TestBytes:
         x, residual = (vector("gaussian", 165, seed).reshape(3, 5, 11) for seed in (3, 4))
         check(qcomp.MinMaxUInt8(bucket_size=64), x, residual)
         with use_kernels(KERNELS):
-            _, new = qcomp.feedback.compress(COMPRESSORS[0], jnp.asarray(x), jnp.asarray(residual))
+            _, new = compensated(COMPRESSORS[0], jnp.asarray(x), jnp.asarray(residual))
         assert new.shape == x.shape
 
     @pytest.mark.exhaustive
@@ -125,7 +126,7 @@ class TestBytes:
         collected = []
         for kernels in (None, KERNELS):
             with use_kernels(kernels):
-                payload, new = qcomp.feedback.compress(compressor, x, residual, key=KEY)
+                payload, new = compensated(compressor, x, residual, key=KEY)
                 decoded = compressor.decompress(payload, like=x)
                 total = compressor.add(payload, x)
                 assert (decoded.dtype, total.dtype, new.dtype) == (dtype, dtype, jnp.float32)
@@ -180,7 +181,7 @@ class TestRefusal:
             encoded = KERNELS.encode(compressor, jnp.asarray(x), residual, KEY, out=None, blend=None)
             assert int(encoded.refused[0]) == 1
             with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError, match="cannot be compressed by"):
-                qcomp.feedback.compress(compressor, jnp.asarray(x), residual, key=KEY)
+                compensated(compressor, jnp.asarray(x), residual, key=KEY)
             with use_kernels(KERNELS), pytest.raises(qcomp.NonFiniteError):
                 compressor.compress(jnp.asarray(x), key=KEY)
 
@@ -208,7 +209,7 @@ class TestKeys:
                 KEY.at(hop=2),
                 KEY.at(bucket=10),
             ):
-                payloads.add(host_bytes(qcomp.feedback.compress(c, x, x, key=key)[0].data))
+                payloads.add(host_bytes(compensated(c, x, x, key=key)[0].data))
         assert len(payloads) == 8
         assert traced == ["encode"]
 
@@ -254,7 +255,7 @@ class TestKeys:
         c, x = qcomp.ScaledSign(bucket_size=32), jnp.asarray(vector("gaussian", 79, 0))
         with use_kernels(KERNELS):
             for _ in range(3):
-                payload, _ = qcomp.feedback.compress(c, x, x)
+                payload, _ = compensated(c, x, x)
                 c.decompress(payload, like=x)
         assert sorted(traced) == ["decode", "encode"]
         for kept in (programs.encoder, programs.decoder):
@@ -350,6 +351,7 @@ SECOND_DEVICE_AND_FLOAT64 = """
 import jax, jax.numpy as jnp, numpy as np, qcomp
 from qcomp.backends.jax_xla import KERNELS
 from qcomp.core import primitives
+from qcomp.core.feedback import compensated
 from qcomp.core.kernels import StepNumbers, use_kernels
 from qcomp.testing.inputs import vector
 
@@ -362,7 +364,7 @@ for dtype in ("float32", "float64"):
     for c in (qcomp.ScaledSign(64), qcomp.QSGD(bucket_size=64, norm="l2"), qcomp.MinMaxUInt8(64)):
         encoded = KERNELS.encode(c, x, residual, key, out=None, blend=None)
         with use_kernels(None):
-            payload, lost = qcomp.feedback.compress(c, np.asarray(x), np.asarray(residual), key=key)
+            payload, lost = compensated(c, np.asarray(x), np.asarray(residual), key=key)
             decoded = c.decompress(payload, like=np.array(x))
             mean = primitives.finish_mean(np.array(x), 3)
         data, new, refused = encoded

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp import Key, PayloadError
 from qcomp.core import coding, primitives
+from qcomp.core.feedback import compensated
 from qcomp.core.kernels import Blend
 from qcomp.testing import replace_draws
 from qcomp.testing.inputs import vector
@@ -49,7 +50,7 @@ class TestSameValues:
             given = [lib.array(v) for v in (x, old, old, x)]
             array, residual, total, buffer = given
             writes = lib.name in ("numpy", "torch")
-            payload, lost = qcomp.feedback.compress(each, array, residual, key=KEY, donate=writes)
+            payload, lost = compensated(each, array, residual, key=KEY, donate=writes)
             y = each.decompress(payload, like=array, out=buffer if writes else None)
             assert not writes or (y is buffer and lost is residual)
             added = each.add(payload, total)
