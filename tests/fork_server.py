@@ -4,7 +4,6 @@ Its arguments are names of further modules to import. It reads one job per line 
 exit status of each rank, as `subprocess.Popen.returncode` has it.
 """
 
-import faulthandler
 import gc
 import importlib
 import json
@@ -25,7 +24,6 @@ def become_rank(rank, job):
         opened = os.open(path, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT)
         os.dup2(opened, descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    faulthandler.dump_traceback_later(0.9 * job["timeout"])  # so that a rank that is late says where it is
     os.environ.update(job["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
     code = compile(job["code"], "<rank>", "exec")

@@ -113,7 +113,7 @@ def change_field(data, field, rng):
 
 def fields_of(spec):
     """Return the start, the end and the dtype of each field of a layout."""
-    return tuple((part.start, part.stop, dtype) for _, dtype, part in spec._parts if part.stop > part.start)
+    return tuple((part.start, part.stop, dtype) for _, dtype, part in spec.places if part.stop > part.start)
 
 
 def with_checksum(blob):

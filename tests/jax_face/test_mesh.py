@@ -18,10 +18,7 @@ pytest.importorskip("optax", reason="optax is not installed")
 
 CASES = [
     "steps",
-    *(
-        pytest.param(case, marks=pytest.mark.exhaustive)
-        for case in ("means", "in_optax", "misuse", "recipes")
-    ),
+    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("means", "in_optax", "misuse")),
 ]
 
 
@@ -42,7 +39,7 @@ def run_on_devices(marked: str, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [*CASES, "programs"])
+@pytest.mark.parametrize("case", [*CASES, "programs", pytest.param("recipes", marks=pytest.mark.exhaustive)])
 def test_on_devices(case):
     run_on_devices("not slow", case)
 
