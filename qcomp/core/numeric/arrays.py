@@ -110,8 +110,12 @@ def array_namespace(*arrays: Array) -> Namespace:
 
 
 def device(x: Array) -> Any:
-    """Return the device of an array, None while a compiler traces; see `_attribute`."""
-    return None if is_traced(x) else array_api_compat.device(x)
+    """Return the device of an array, None while a compiler traces.
+
+    A tracer of JAX looks through its whole program to explain a missing attribute, such as this.
+    """
+    jax = sys.modules.get("jax")
+    return None if jax is not None and isinstance(x, jax.core.Tracer) else array_api_compat.device(x)
 
 
 def require_dense(x: Any, argument: str) -> None:
@@ -119,7 +123,7 @@ def require_dense(x: Any, argument: str) -> None:
     kind: object = type(x)
     if (reason := _why_not(kind)) is not None:
         raise TypeError(f"{argument} is a {kind_of_array(x)}, {reason}")
-    if _attribute(x, "is_sparse") or _attribute(x, "is_sparse_csr"):
+    if hasattr(kind, "is_sparse") and (x.is_sparse or getattr(x, "is_sparse_csr", False)):
         raise TypeError(f"{argument} is sparse; expected a dense array, such as {argument}.to_dense()")
     if not is_array_api_obj(x):
         raise TypeError(f"{argument} is a {kind_of_array(x)}; expected an array")
@@ -143,18 +147,11 @@ def one_of_each_kind(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
     """
     kinds: dict[object, tuple[int, Any]] = {}
     for index, tensor in enumerate(tensors):
-        kind = (type(tensor), getattr(tensor, "dtype", None), _attribute(tensor, "layout"))
+        layout = tensor.layout if hasattr(type(tensor), "layout") else None  # asks the class, see `device`
+        kind = (type(tensor), getattr(tensor, "dtype", None), layout)
         if kind not in kinds:
             kinds[kind] = index, tensor
     return list(kinds.values())
-
-
-def _attribute(x: Any, name: str) -> Any:
-    """Return an attribute of an array, None if its class has none of this name.
-
-    A tracer of JAX looks through its whole program to explain a missing attribute.
-    """
-    return getattr(x, name) if hasattr(type(x), name) else None
 
 
 @cache
@@ -242,19 +239,19 @@ def bitcast(x: Array, dtype: Any) -> Array:
     """
     if x.dtype == dtype:
         return x
-    xp = array_namespace(x)
     view = getattr(x, "view", None)
     if view is None:
-        return xp.asarray(_in_numpy(x).copy().view(dtype_name(dtype)), device=device(x))
-    return (view if _is_dense(x, itemsize(dtype_name(dtype))) else xp.concat([x, x[:0]]).view)(dtype)
+        values = _in_numpy(x).copy().view(dtype_name(dtype))
+        return array_namespace(x).asarray(values, device=device(x))
+    return (view if _is_dense(x, dtype) else array_namespace(x).concat([x, x[:0]]).view)(dtype)
 
 
-def _is_dense(x: Array, alignment: int) -> bool:
-    """Return whether the elements of x are contiguous, as a view of another item size requires."""
-    stride = _attribute(x, "stride")
-    if stride is not None:  # torch, which also requires an address aligned to the item size
-        return bool(stride(-1) == 1 and x.storage_offset() * x.itemsize % alignment == 0)
-    flags = _attribute(x, "flags")  # NumPy and CuPy; JAX has none, its arrays are dense
+def _is_dense(x: Array, dtype: Any) -> bool:
+    """Return whether the elements of x are contiguous, as a view of another dtype requires."""
+    if hasattr(type(x), "stride"):  # torch, which also requires an address aligned to the item size
+        aligned = x.storage_offset() * x.itemsize % itemsize(dtype_name(dtype)) == 0
+        return bool(x.stride(-1) == 1 and aligned)
+    flags = x.flags if hasattr(type(x), "flags") else None  # NumPy and CuPy; arrays of JAX are dense
     return flags is None or bool(flags.c_contiguous)
 
 
@@ -472,7 +469,7 @@ def host_numbers(x: Array) -> list[float]:
 
 def is_mutable(x: Array) -> bool:
     """Return whether the elements of x can be written to."""
-    flags = _attribute(x, "flags")
+    flags = x.flags if hasattr(type(x), "flags") else None
     if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
         return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
