@@ -18,7 +18,6 @@ from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
-from qcomp.core.optimizers.clipping import clip_scale
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each, setting_of_each
 from qcomp.core.optimizers.makers import maker
@@ -625,6 +624,8 @@ class Optimizer(TakesAveraging, ABC):
         state : OptimizerState
             The state of the last step.
         """
+        from qcomp.core.optimizers.clipping import clip_scale  # noqa: PLC0415 - few scripts clip
+
         assert self.clip_norm is not None
         return clip_scale(self.clip_norm, grads, state.size)
 
