@@ -106,5 +106,5 @@ def require_contraction(compressor: Compressor) -> None:
         raise ValueError(
             f"feedback=True around {compressor.spec}, which is unbiased with omega = {traits.omega:.3g} >= 1: the "
             "residual would grow without bound; wrap it as qcomp.Scaled(...), use more levels or smaller "
-            "buckets, or set feedback=False"
+            "buckets, or leave feedback out, by feedback=False or the compressor's own compress"
         )

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from qcomp.comm.base import Communicator
 from qcomp.core.broadcast import first_values
 from qcomp.core.errors import MismatchError
@@ -12,30 +10,30 @@ from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.agreement import difference_in_values
 from qcomp.core.state import OptimizerState
 
-__all__ = ["COMPARED", "compare_parameters", "take_first_values"]
+__all__ = ["COMPARED", "compare_parameters", "of_first_rank"]
 
 COMPARED = frozenset([0, *(10**power for power in range(1, 8))])
 """The numbers of completed steps after which the ranks compare their parameters."""
 
 
-@torch.no_grad()
-def take_first_values(names: Sequence[str], tensors: Sequence[Any], comm: Communicator) -> None:
-    """Write rank 0's values into the parameters of all ranks, as DistributedDataParallel does; collective.
+def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicator) -> list[Any]:
+    """Return the values of rank 0's parameters, where these differ; collective.
+
+    DistributedDataParallel lets all ranks begin with them. If a rank has other parameters, each gets its own back.
 
     Parameters
     ----------
     names : sequence of str
         The names of the parameters.
-    tensors : sequence of Tensor
-        Parameters. If a rank has others, nothing is written.
+    values : sequence of Tensor
+        The values of this rank's parameters, which need no gradient.
     comm : Communicator
         The ranks.
     """
-    values = [x.detach() for x in tensors]
-    if comm.size > 1 and not any(hasattr(x, "device_mesh") for x in values):
-        found = drive(first_values(values, tuple(names), rank=comm.rank, size=comm.size), comm)
-        for number, first in found.items():
-            values[number].copy_(first)
+    if comm.size == 1 or any(hasattr(x, "device_mesh") for x in values):
+        return list(values)
+    found = drive(first_values(values, tuple(names), rank=comm.rank, size=comm.size), comm)
+    return [found.get(number, x) for number, x in enumerate(values)]
 
 
 def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[None]:

@@ -21,7 +21,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
 from qcomp.private_names.torch import found_inf, grad_scale
-from qcomp.torch.alike import COMPARED, compare_parameters, take_first_values
+from qcomp.torch.alike import COMPARED, compare_parameters, of_first_rank
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
 from qcomp.torch.overlapped import LiveOverlapped
@@ -109,7 +109,7 @@ class AveragingOptimizer(SavedOptimizer):
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
             if self._init_sync:
-                take_first_values(self._names, self._tensors, self._comm)
+                self._write(of_first_rank(self._names, self._values(), self._comm))
             self._take(optimizer.init(self._values(), self._comm, self._names))
 
     def _policies(
@@ -318,13 +318,17 @@ class AveragingOptimizer(SavedOptimizer):
         self._require_unchanged()
         return self._settings.optimizer(self.param_groups, state.step)
 
-    @torch.no_grad()
     def _adopt(self, params: Sequence[Any], state: OptimizerState) -> None:
         """Write values into the parameters, and make a state the current one."""
+        self._write(params)
+        self._take(state)
+
+    @torch.no_grad()
+    def _write(self, params: Sequence[Any]) -> None:
+        """Write values into the parameters, unless they are there."""
         for value, new in zip(self._values(), params, strict=True):
             if new.data_ptr() != value.data_ptr():
                 value.copy_(new)
-        self._take(state)
 
     def _move(self, comm: Communicator) -> None:
         """Switch to another communicator, whose ranks may not know the rate of an earlier step."""

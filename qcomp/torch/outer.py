@@ -27,7 +27,7 @@ from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import with_plain_names
 from qcomp.private_names.torch import inside_compiled
-from qcomp.torch.alike import take_first_values
+from qcomp.torch.alike import of_first_rank
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.products import plain_products
 from qcomp.torch.trained import Trained
@@ -138,7 +138,7 @@ class OuterLoop:
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
         if init_sync:
-            take_first_values(self._trained.names, self._trained.values(), self._comm)
+            self._trained.begin_with(of_first_rank(self._trained.names, self._trained.values(), self._comm))
         self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
         if init_sync:
             with torch.no_grad():

@@ -63,8 +63,11 @@ class Positions:
         }
         self._beside = {}
 
-    def note(self) -> None:
-        """Learn which entries have the values of their parameters now."""
+    def note(self, *, at_start: bool = False) -> None:
+        """Learn which entries have the values of their parameters now.
+
+        ``at_start`` says that no parameter has moved, so that a fixed reference is a copy too.
+        """
         self._now = set()
         for number, optimizer in enumerate(self._optimizers):
             found: dict[tuple[str | int, ...], list[tuple[Any, Any]]] = {}
@@ -79,14 +82,14 @@ class Positions:
                 if evidence is not None:
                     is_position = evidence and any(self._has_moved(p) for _, p in pairs)
                     (self.known if is_position else self._now).add(place)
-            self._note_beside(number, optimizer)
+            self._note_beside(number, optimizer, at_start=at_start)
 
-    def _note_beside(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def _note_beside(self, number: int, optimizer: torch.optim.Optimizer, *, at_start: bool) -> None:
         """Learn which attributes have only copies of parameters, each of another one."""
         for name, value in _attributes(optimizer).items():
             copies = _copies(entries(value, (name,)), optimizer)
             pairs = [(entry, p) for entry, p in copies.values()]
-            if _evidence(pairs) and any(self._has_moved(p) for _, p in pairs):
+            if _evidence(pairs) and (at_start or any(self._has_moved(p) for _, p in pairs)):
                 self._beside |= {(number, keys): p for keys, (_, p) in copies.items()}
 
     def move(self, p: Any, new: Any) -> None:

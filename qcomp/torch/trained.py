@@ -127,6 +127,14 @@ class Trained:
             values = self.values()
             yield from of_first_stages(buffers_of(self._model, values), state, values[0])
 
+    @torch.no_grad()
+    def begin_with(self, params: Sequence[Any]) -> None:
+        """Write parameters into the model before the first step, and move the copies that optimizers have of them."""
+        self.positions.note(at_start=True)
+        self.write(params)
+        self.positions.forget()
+        self.positions.begin(self.tensors)
+
     def write(self, params: Sequence[Any]) -> None:
         """Write what has changed into the model, and move what the optimizers' states have of it."""
         for p, new in zip(self.tensors, params, strict=True):

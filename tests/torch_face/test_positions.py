@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import qcomp.torch  # noqa: E402
 from qcomp.torch import positions  # noqa: E402
 from qcomp.torch.positions import Positions  # noqa: E402
+from qcomp.torch.trained import Trained  # noqa: E402
 
 ALONE = qcomp.comm.LocalCommunicator.alone()
 
@@ -212,6 +213,36 @@ def test_constant_parameters_that_equal_their_copies_are_moved(dtype):
         ends = [0.0, -0.75, -1.5, -2.25, -3.0]
         assert found[4::5] == pytest.approx(ends[1:], abs=1e-2)
         assert found[::5] == pytest.approx([end - 0.1 * (1 + rank) for end in ends[:-1]], abs=1e-2)
+
+
+class MadeAtStart(Masters):
+    """Copies that are there before the first step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"inside": {"master": p.detach().float().clone()}}
+
+
+@pytest.mark.parametrize("make", [MadeAtStart, Beside])
+def test_copies_begin_with_the_parameters_of_rank_0(make):
+    """Else the first step would go back to those with which a rank has made its optimizer."""
+
+    def rank_main(comm):
+        params = fresh(torch.bfloat16)
+        with torch.no_grad():
+            params[0] += comm.rank
+        optimizer = make(params)
+        qcomp.torch.OuterLoop(params, optimizer, qcomp.outer.local_sgd(2), comm=comm)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.full_like(p, 0.5 + comm.rank)
+            optimizer.step()
+        return params[0].tolist()
+
+    first, second = run_local(2, rank_main, timeout=20)
+    assert first == second
+    assert first == pytest.approx((fresh()[0] - 0.2).tolist(), abs=1e-2)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -435,7 +466,7 @@ class TestMistakes:
             {"dtype": torch.float32},
         ),
         (
-            (Positions, "note", lambda self: None),
+            (Positions, "note", lambda self, **_: None),
             test_masters_are_their_parameters_after_each_exchange,
             {"loop": qcomp.outer.local_sgd(3), "dtype": torch.bfloat16},
         ),
@@ -450,7 +481,7 @@ class TestMistakes:
             {},
         ),
         (
-            (Positions, "_note_beside", lambda self, *_: None),
+            (Positions, "_note_beside", lambda self, *_, **__: None),
             test_copies_beside_the_state_are_moved,
             {"every": 3},
         ),
@@ -460,12 +491,17 @@ class TestMistakes:
             {"every": 3},
         ),
         (
+            (Trained, "begin_with", Trained.write),
+            test_copies_begin_with_the_parameters_of_rank_0,
+            {"make": MadeAtStart},
+        ),
+        (
             (Positions, "place", lambda self, params, known: None),
             test_states_can_move_to_other_parameters,
             {},
         ),
     ],
-    ids=["not moved", "not noticed", "everything", "forgotten", "beside", "start", "relative"],
+    ids=["not moved", "not noticed", "everything", "forgotten", "beside", "start", "begins", "relative"],
 )
 def test_broken_versions_are_detected(broken, law, options, monkeypatch):
     monkeypatch.setattr(*broken)
