@@ -8,6 +8,7 @@ from qcomp.core.broadcast import first_values
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.optimizers.agreement import difference_in_values
+from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 
 __all__ = ["COMPARED", "compare_parameters", "of_first_rank"]
@@ -29,7 +30,13 @@ def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicato
         The values of this rank's parameters, which need no gradient.
     comm : Communicator
         The ranks.
+
+    Raises
+    ------
+    TypeError
+        If a parameter is not a dense array.
     """
+    as_tensors(values, "params")
     if comm.size == 1 or any(hasattr(x, "device_mesh") for x in values):
         return list(values)
     found = drive(first_values(values, tuple(names), rank=comm.rank, size=comm.size), comm)

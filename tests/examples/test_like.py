@@ -73,8 +73,12 @@ def test_a_diff_of_another_text_is_refused():
 
 RUN = """
 import faulthandler, os, runpy, sys, warnings
+import torch.distributed as dist
 faulthandler.dump_traceback_later(150, exit=True)
 os.environ["MASTER_PORT"] = "{port}"  # torch finds the addresses of earlier jobs in a store
+groups, destroy = [], dist.destroy_process_group
+# The destructor of gloo's group joins a thread that may wait for the lock of Python, which the destructor holds.
+dist.destroy_process_group = lambda group=None: (groups.append(dist.group.WORLD), destroy(group))
 warnings.simplefilter("default")
 sys.argv = {argv}
 runpy.run_path(sys.argv[0], run_name="__main__")
