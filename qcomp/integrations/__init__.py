@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qcomp.integrations import ddp
+    from qcomp.integrations import ddp, transformers
 
-__all__ = ["ddp"]
+__all__ = ["ddp", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import conversions
+import torch
 import torch.distributed as dist
 
 WAYS = [(name, way) for name in conversions.SCRIPT for way in conversions.conversions(name)]
@@ -43,7 +44,6 @@ SHORT = {
 RESUME = {"hf_trainer": ("--resume_from_checkpoint", "{out}/checkpoint-20")}
 RESUME["accelerate_loop"] = ("--resume_from_checkpoint", "{out}/step_20")
 TOLERANCE = 0.2
-ONE_BIT_FROM_STEP_3 = ("torchvision_reference", "hook")  # a start that loses some steps
 """How much larger than the script's the mean loss of the last steps may be."""
 
 
@@ -53,8 +53,6 @@ def test_a_conversion_changes_few_lines(name, way):
     most = {"hook": 2, "plain": 6, "model": 6}.get(way, 10)
     if (name, way) == ("nanogpt", "plain"):
         most = 7
-    if name == "hf_trainer":  # its Trainer shows the wrapped model to callbacks alone
-        most = {"hook": 8, "model": 12}[way]
     assert conversions.changed_lines(diff) <= most
     compile(conversions.applied(diff, (conversions.SCRIPTS / f"{name}.py").read_text()), name, "exec")
 
@@ -73,7 +71,9 @@ def test_a_diff_of_another_text_is_refused():
 
 RUN = """
 import faulthandler, os, runpy, sys, warnings
+import torch
 import torch.distributed as dist
+torch.manual_seed(0)  # as not every script does
 faulthandler.dump_traceback_later(150, exit=True)
 os.environ["MASTER_PORT"] = "{port}"  # torch finds the addresses of earlier jobs in a store
 groups, destroy = [], dist.destroy_process_group
@@ -139,5 +139,4 @@ def test_a_conversion_trains_and_resumes_as_its_script(trained, name, way):
     pytest.importorskip({"hf_trainer": "transformers", "accelerate_loop": "accelerate"}.get(name, "sklearn"))
     for ours, theirs in zip(trained(name, way), trained(name, conversions.ORIGINAL), strict=True):
         assert len(ours) == len(theirs) > 0
-        more = 2 * TOLERANCE if (name, way) == ONE_BIT_FROM_STEP_3 else TOLERANCE
-        assert fmean(ours[-5:]) < (1 + more) * fmean(theirs[-5:])
+        assert fmean(ours[-5:]) < (1 + TOLERANCE) * fmean(theirs[-5:])

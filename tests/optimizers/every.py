@@ -24,7 +24,7 @@ class Entry:
     """An optimizer and the facts that tests need about it."""
 
     opt: qcomp.Optimizer
-    stages: frozenset[str]
+    stages: tuple[str, ...]
     """The stages that fourteen steps with `growing` gradients reach."""
 
     @property
@@ -48,7 +48,7 @@ class Entry:
 
 
 def _entry(opt: qcomp.Optimizer, *stages: str) -> Entry:
-    return Entry(opt, frozenset(stages))
+    return Entry(opt, stages)
 
 
 EVERY = {

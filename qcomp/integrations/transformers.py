@@ -1,0 +1,140 @@
+"""Callbacks for the Trainer of Hugging Face, which wraps its model only when training begins."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from qcomp.core.compressor import Compressor
+from qcomp.integrations.ddp import HookState, hook
+
+__all__ = ["AttachOptimizer", "CompressGradients"]
+
+_FILE = "qcomp_hook.pt"
+
+
+class CompressGradients(TrainerCallback):  # type: ignore[misc]
+    """Compress the gradients of a Trainer during its backward passes, for any optimizer.
+
+    Each checkpoint gets the state of the hook, in the file ``qcomp_hook.pt``; a run that resumes reads it. On one
+    process there is nothing to do.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        Its model is wrapped in DistributedDataParallel, as torchrun makes it.
+    compressor : Compressor
+        As for `qcomp.integrations.ddp.hook`, which says what is sent.
+    **settings
+        Further arguments of `qcomp.integrations.ddp.hook`.
+
+    Warns
+    -----
+    UserWarning
+        If a run resumes from a checkpoint without the state of the hook, which then starts anew.
+
+    Examples
+    --------
+    >>> trainer = Trainer(model=model, args=args, train_dataset=data)  # doctest: +SKIP
+    >>> trainer.add_callback(CompressGradients(trainer, qcomp.QSGD(levels=7)))  # doctest: +SKIP
+    """
+
+    def __init__(self, trainer: Trainer, compressor: Compressor, **settings: Any) -> None:
+        self._trainer = trainer
+        self._compressor = compressor
+        self._settings = settings
+        self._hook: HookState | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Register the hook, and load its state if the run resumes."""
+        if args.world_size == 1:
+            return
+        model = self._trainer.model_wrapped
+        self._hook, run = hook(self._compressor, model, **self._settings)
+        model.register_comm_hook(self._hook, run)
+        if state.global_step:
+            self._load(args, state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the state of the hook of all ranks into the new checkpoint."""
+        if self._hook is not None:
+            self._hook.gather_states()
+            if args.process_index == 0:
+                torch.save(self._hook.state_dict(), _checkpoint(args, state) / _FILE)
+
+    def _load(self, args: TrainingArguments, state: TrainerState) -> None:
+        assert self._hook is not None
+        given = args.resume_from_checkpoint
+        folders = [_checkpoint(args, state)] if given is None else [Path(given), _checkpoint(args, state)]
+        for file in (folder / _FILE for folder in folders):
+            if file.is_file():
+                self._hook.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+                return
+        warnings.warn(
+            f"the checkpoint of step {state.global_step} has no {_FILE}, so the residuals of the hook start at 0; "
+            f"expected it in {folders[0]}",
+            stacklevel=2,
+        )
+
+
+class AttachOptimizer(TrainerCallback):  # type: ignore[misc]
+    """Let the qcomp optimizer of a Trainer exchange its momenta during the backward passes, as ``model=`` does.
+
+    Before a checkpoint the states of all ranks are gathered, so that the file of rank 0 resumes all of them. On one
+    process there is nothing to do.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        Its optimizer is one of `qcomp.torch`, and ``max_grad_norm`` is 0: pass ``clip_norm`` to the optimizer.
+
+    Raises
+    ------
+    ValueError
+        When training begins, if ``max_grad_norm`` is not 0: averaged momenta are not gradients to clip.
+
+    Examples
+    --------
+    >>> settings = {"lr": 2e-3, "betas": (0.9, 0.95), "freeze": 300, "clip_norm": 1.0}
+    >>> trainer = Trainer(..., optimizer_cls_and_kwargs=(qcomp.torch.OneBitAdam, settings))  # doctest: +SKIP
+    >>> trainer.add_callback(AttachOptimizer(trainer))  # doctest: +SKIP
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach the wrapped model to the optimizer."""
+        if args.max_grad_norm:
+            raise ValueError(
+                f"max_grad_norm is {args.max_grad_norm}; expected 0, since the optimizer averages momenta instead of "
+                f"gradients: pass it clip_norm={args.max_grad_norm}"
+            )
+        if args.world_size > 1:
+            self._optimizer.attach(self._trainer.model_wrapped)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Gather the states of all ranks if a checkpoint follows, or may follow."""
+        if control.should_save or (control.should_evaluate and args.save_strategy == "best"):
+            self._optimizer.gather_states()
+
+    on_epoch_end = on_step_end
+
+    @property
+    def _optimizer(self) -> Any:
+        return getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
