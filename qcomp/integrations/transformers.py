@@ -16,7 +16,7 @@ __all__ = ["AttachOptimizer", "CompressGradients"]
 _FILE = "qcomp_hook.pt"
 
 
-class CompressGradients(TrainerCallback):  # type: ignore[misc]
+class CompressGradients(TrainerCallback):
     """Compress the gradients of a Trainer during its backward passes, for any optimizer.
 
     Each checkpoint gets the state of the hook, in the file ``qcomp_hook.pt``; a run that resumes reads it. On one
@@ -54,7 +54,7 @@ class CompressGradients(TrainerCallback):  # type: ignore[misc]
         """Register the hook, and load its state if the run resumes."""
         if args.world_size == 1:
             return
-        model = self._trainer.model_wrapped
+        model: Any = self._trainer.model_wrapped
         self._hook, run = hook(self._compressor, model, **self._settings)
         model.register_comm_hook(self._hook, run)
         if state.global_step:
@@ -84,7 +84,7 @@ class CompressGradients(TrainerCallback):  # type: ignore[misc]
         )
 
 
-class AttachOptimizer(TrainerCallback):  # type: ignore[misc]
+class AttachOptimizer(TrainerCallback):
     """Let the qcomp optimizer of a Trainer exchange its momenta during the backward passes, as ``model=`` does.
 
     Before a checkpoint the states of all ranks are gathered, so that the file of rank 0 resumes all of them. On one
@@ -137,4 +137,4 @@ class AttachOptimizer(TrainerCallback):  # type: ignore[misc]
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    return Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

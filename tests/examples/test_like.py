@@ -13,7 +13,6 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import conversions
-import torch
 import torch.distributed as dist
 
 WAYS = [(name, way) for name in conversions.SCRIPT for way in conversions.conversions(name)]
