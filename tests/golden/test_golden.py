@@ -1,0 +1,84 @@
+"""What is sent, saved and named is what it was; `python -m tests.record_golden` says what has changed."""
+
+import pytest
+
+from tests import record_golden
+from tests.golden.jobs import CASES, continued, run
+from tests.golden.names import FRAMEWORKS, described
+from tests.record_golden import STATES, TRAJECTORIES, differences
+
+QUICK = [
+    *TRAJECTORIES,
+    *(case for case in CASES if case.startswith(("1-bit, ", "SGD, ")) and "3 ranks" in case),
+]
+
+
+def require_same(file, key, new):
+    found = list(differences(record_golden.read(file).get(key, {}), new, f"{key}: "))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_messages_and_parameters(case):
+    messages, parameters, _ = run(case)
+    require_same("messages", case, messages)
+    if case in TRAJECTORIES:
+        require_same("parameters", case, parameters)
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_saved_states_load_and_continue(case):
+    state = record_golden.read("states")[case]
+    require_same("states", case, {**state, "then": continued(case, state["saved"])})
+
+
+@pytest.mark.parametrize(
+    "root", ["qcomp", *(pytest.param(f"qcomp.{name}", marks=pytest.mark.slow) for name in FRAMEWORKS)]
+)
+def test_names(root):
+    for module in (
+        ("qcomp.integrations.transformers", "qcomp.jax.optax", "qcomp.torch.fsdp", "qcomp.torch.ft")
+        if root != "qcomp"
+        else ()
+    ):
+        pytest.importorskip(module, exc_type=ImportError)
+    new = described(root)
+    for module, names in new.items():
+        require_same("names", module, names)
+    known = {module for module in record_golden.read("names") if in_root(module, root)}
+    assert known == new.keys()
+
+
+def in_root(module, root):
+    top = ".".join(module.split(".")[:2])
+    return top == root if root != "qcomp" else top.removeprefix("qcomp.") not in FRAMEWORKS
+
+
+def test_the_files_have_exactly_these_entries():
+    assert record_golden.read("messages").keys() == CASES.keys()
+    assert list(record_golden.read("parameters")) == TRAJECTORIES
+    assert list(record_golden.read("states")) == STATES
+    assert len(TRAJECTORIES) == 10
+
+
+def test_jobs_pass_through_exact_and_compressed_stages():
+    """Every optimizer with a freeze, and every loop."""
+    for case, steps in record_golden.read("messages").items():
+        stages = [line.partition(" | ")[0] for line in steps.values()]
+        maker = CASES[case][0]
+        if hasattr(maker, "freeze") or hasattr(maker, "warmup"):
+            assert "warmup" in stages
+            assert len(set(stages)) > 1, case
+
+
+def test_differences_are_told_in_words():
+    old = {"Adam": {"step 1": "warmup | to all 4:aa 4:bb", "step 2": "0x1p+0 | 0x1p+1"}, "SGD": {}}
+    new = {"Adam": {"step 1": "warmup | to all 4:aa 4:cc", "step 2": "0x1p+0 | 0x1p+2"}, "Lion": {}}
+    assert list(differences(old, new)) == [
+        "Adam: step 1: was to all 4:aa 4:bb, is to all 4:aa 4:cc",
+        "Adam: step 2: was 0x1p+1, is 0x1p+2",
+        "SGD: is gone",
+        "Lion: is new",
+    ]
