@@ -12,6 +12,8 @@ QUICK = [
     *(case for case in CASES if case.startswith(("1-bit, ", "SGD, ")) and "3 ranks" in case),
 ]
 
+OPTIONAL = ("qcomp.integrations.transformers", "qcomp.jax.optax", "qcomp.torch.fsdp", "qcomp.torch.ft")
+
 
 def require_same(file, key, new):
     found = list(differences(record_golden.read(file).get(key, {}), new, f"{key}: "))
@@ -38,11 +40,7 @@ def test_saved_states_load_and_continue(case):
     "root", ["qcomp", *(pytest.param(f"qcomp.{name}", marks=pytest.mark.slow) for name in FRAMEWORKS)]
 )
 def test_names(root):
-    for module in (
-        ("qcomp.integrations.transformers", "qcomp.jax.optax", "qcomp.torch.fsdp", "qcomp.torch.ft")
-        if root != "qcomp"
-        else ()
-    ):
+    for module in () if root == "qcomp" else OPTIONAL:
         pytest.importorskip(module, exc_type=ImportError)
     new = described(root)
     for module, names in new.items():

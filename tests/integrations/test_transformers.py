@@ -33,9 +33,8 @@ def run(resume, clip={clip}):
         dataloader_pin_memory=False, lr_scheduler_type="constant", learning_rate=.01, logging_strategy="no",
     )
     one_bit = qcomp.torch.OneBitAdam, {{"lr": .01, "betas": (.9, .9), "freeze": 3}}
-    trainer = Trainer(
-        Model(), args, train_dataset=data, optimizer_cls_and_kwargs=one_bit if {attach} else (torch.optim.SGD, {{"lr": .01}})
-    )
+    sgd = torch.optim.SGD, {{"lr": .01}}
+    trainer = Trainer(Model(), args, train_dataset=data, optimizer_cls_and_kwargs=one_bit if {attach} else sgd)
     trainer.add_callback(
         AttachOptimizer(trainer) if {attach} else CompressGradients(trainer, qcomp.ScaledSign(), exact=None)
     )
