@@ -14,8 +14,7 @@ A topology is a subclass of `Topology`. It turns `Operands` into a `Layout`, and
 help of `Codec` and `Verdicts`. `register_topology`, or an entry point in the group ``qcomp.topologies`` that names the
 class or an instance, makes its name known.
 
-A kernel set is an object with the methods of `KernelSet`. Its base `Partial` provides those that work on several
-tensors at once, and leaves them to the pure version. Packages list it in the entry point group ``qcomp.kernels``.
+A kernel set is a `KernelSet`, and has any of the kernels. Packages list it in the entry point group ``qcomp.kernels``.
 
 A communicator is an object with the verbs of `Communicator`. The base `Verbs` derives both from one exchange, and
 `drive` runs `Stages` over a communicator. A framework with its own collectives drives the stages itself: it answers
@@ -36,6 +35,9 @@ Examples
 [2, 2, 2]
 """
 
+import warnings
+from typing import Any
+
 from qcomp.comm.base import Communicator
 from qcomp.comm.buffers import from_host, stage_exchange, to_host
 from qcomp.comm.verbs import Completed, Pending, Verbs
@@ -47,12 +49,10 @@ from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, 
 from qcomp.core.handshake import handshake, handshake_stages
 from qcomp.core.kernels import (
     AdamNumbers,
-    AnyFrame,
     Blend,
     Encoded,
     EncodedFrame,
     KernelSet,
-    Partial,
     StepNumbers,
 )
 from qcomp.core.mean.chunks import Chunk, Segment
@@ -117,13 +117,26 @@ from qcomp.core.registry import register as register_compressor
 from qcomp.core.state import OptimizerState
 from qcomp.core.traits import AnyCompressor, Coder, Traits
 
+_FORMER = {"AnyFrame": Frame, "Partial": object}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what a former name stands for."""
+    if name not in _FORMER:
+        raise AttributeError(f"module 'qcomp.extend' has no attribute {name!r}")
+    new = _FORMER[name]
+    warnings.warn(
+        f"qcomp.extend.{name} will be removed; write {new.__name__}", DeprecationWarning, stacklevel=2
+    )
+    return new
+
+
 __all__ = [
     "SHARED_RANK",
     "AdamNumbers",
     "AllGather",
     "AllToAll",
     "AnyCompressor",
-    "AnyFrame",
     "Array",
     "Average",
     "Averaged",
@@ -160,7 +173,6 @@ __all__ = [
     "Operands",
     "Optimizer",
     "OptimizerState",
-    "Partial",
     "Payload",
     "PayloadError",
     "PayloadSpec",

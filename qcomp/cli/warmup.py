@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         if kernels is None:
             reports.append({"dtype": name, "kernels": None, "problem": choice.reason})
             continue
-        if not kernels.any_shape:
+        if not getattr(kernels, "any_shape", False):
             problem = "compiles anew for every shape, so nothing can be compiled ahead"
             reports.append({"dtype": name, "kernels": kernels.name, "problem": problem})
             continue

@@ -6,33 +6,29 @@ has no kernel for a compressor, dtype or library, the pure version runs, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-from qcomp.core.traits import AnyCompressor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from qcomp.core.coding.model import Model
     from qcomp.core.numeric.arrays import Array
-    from qcomp.core.numeric.random import Key
 
 __all__ = [
     "AdamNumbers",
-    "AnyFrame",
     "Blend",
     "Chooser",
     "Coders",
     "Encoded",
     "EncodedFrame",
     "KernelSet",
-    "Partial",
     "StepNumbers",
     "choose_coders_with",
     "choose_with",
     "chosen",
     "chosen_coders",
+    "kernel_of",
     "use_chooser",
     "use_kernels",
 ]
@@ -86,45 +82,6 @@ class AdamNumbers(NamedTuple):
     step: StepNumbers
 
 
-class AnyFrame(Protocol):
-    """The layout of a chunk's message, a `qcomp.core.mean.framing.Frame`: the same object in every step."""
-
-    @property
-    def chunk(self) -> Sequence[tuple[int, int, int, int]]:
-        """For each segment: its tensor, its start and stop in the tensor, and the number of its first bucket."""
-        ...
-
-    @property
-    def compressors(self) -> Sequence[AnyCompressor]:
-        """The compressor of each segment."""
-        ...
-
-    @property
-    def dtypes(self) -> Sequence[str]:
-        """The name of the dtype in which each segment is computed."""
-        ...
-
-    @property
-    def variable_length(self) -> bool:
-        """Whether the message begins with the lengths of its payloads."""
-        ...
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Bytes of each payload and of the verdict."""
-        ...
-
-    @property
-    def offsets(self) -> Sequence[int]:
-        """Where each payload and the verdict start."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the message."""
-        ...
-
-
 class EncodedFrame(NamedTuple):
     """The result of compressing a chunk."""
 
@@ -137,366 +94,20 @@ class EncodedFrame(NamedTuple):
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
-    A method returns None, or False, if it has no kernel for its arguments; it has then written nothing. Methods are
-    never called with a compressor that has a coder, only with the plain compressor whose payloads the coder shortens.
+    Its other methods are kernels, each with the name of the primitive that it replaces. A set has any of them;
+    ``docs/extend/kernels.md`` lists all. A kernel gets all arguments, optional ones too. It returns None if it does not
+    serve them, for instance if arrays have different dtypes, and has then written nothing. It never gets a compressor
+    that has a coder, only the plain compressor whose payloads the coder shortens.
+
+    A set whose kernels are compiled once for all shapes has the attribute ``any_shape = True``: `qcomp.core.rehearsal`
+    then calls them before training begins.
     """
 
     name: str
-    any_shape: bool
-    """Whether kernels compiled for one shape serve all shapes: `qcomp.core.rehearsal` then compiles them."""
 
     def takes(self, x: Array) -> bool:
         """Return whether there are kernels for arrays like x; may depend only on its library, device and dtype."""
         ...
-
-    def encode(
-        self,
-        compressor: AnyCompressor,
-        x: Array,
-        residual: Array | None,
-        key: Key | None,
-        *,
-        out: Array | None,
-        blend: Blend | None,
-    ) -> Encoded | None:
-        """Compress x, or the momentum that x is blended into, plus the residual if there is one.
-
-        If ``out`` is given, the new residual goes into it, unless None is returned. ``out`` is the old residual, x, or
-        a buffer that shares memory with neither. A set that finds a value out of range before it returns may return
-        None: the pure version then reports it. If ``out`` is the residual and a value is out of range, the residual
-        must stay as it is; so a set that finds such a value only later uses a new array instead.
-        """
-        ...
-
-    def decode(
-        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
-    ) -> Array | None:
-        """Return the decompressed payload, with the shape and dtype of ``like``.
-
-        The payload was computed in the dtype in which arrays like ``like`` are: the layout may depend on it.
-        The result goes into ``out`` if that is given; with ``accumulate``, it is added to the values there. Arrays of
-        an immutable library are not written to: the result is then a new array.
-        """
-        ...
-
-    def empty_like(self, x: Array) -> Array | None:
-        """Return a writable buffer of the shape and dtype of x, with any values."""
-        ...
-
-    def average(
-        self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
-    ) -> Array | None:
-        """Return the mean of the decompressed payloads, added in their order, with the shape and dtype of ``like``.
-
-        The result goes into ``out`` if that is given.
-        """
-        ...
-
-    def compress_mean(
-        self,
-        compressor: AnyCompressor,
-        payloads: Sequence[Array],
-        like: Array,
-        residual: Array | None,
-        key: Key | None,
-        *,
-        out: Array | None,
-    ) -> Encoded | None:
-        """Compress the mean that `average` returns, plus the residual if there is one, which is not written to.
-
-        The new residual goes into ``out`` if that is given, which shares memory with nothing else.
-
-        A set that finds a value out of range before it returns must return None: the pure version then reports it.
-        """
-        ...
-
-    def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:
-        """Return `empty_like` of each of several arrays."""
-        ...
-
-    def encode_frames(
-        self,
-        frames: Sequence[AnyFrame],
-        tensors: Sequence[Array],
-        residuals: Sequence[Array],
-        outs: Sequence[Array | None],
-        key: Key,
-        *,
-        blends: Sequence[Blend],
-    ) -> list[Array] | None:
-        """Return the message of each chunk: `encode` of all segments at once.
-
-        ``tensors``, ``residuals``, ``outs`` (for the new residuals) and ``blends`` have an entry for each whole tensor;
-        without feedback, ``residuals`` and ``outs`` are empty. ``outs`` are the tensors themselves if these may be used
-        up, or else share memory with nothing.
-
-        A set that finds a value out of range returns None, or raises NonFiniteError if the tensors are used up.
-        """
-        ...
-
-    def decode_frames(
-        self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
-    ) -> bool:
-        """Write the decompressed message of each frame into buffers like all tensors; return whether it did."""
-        ...
-
-    def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
-        """Write the mean of several messages into buffers like all tensors, see `average`; return whether it did."""
-        ...
-
-    def compress_mean_frame(
-        self,
-        frame: AnyFrame,
-        messages: Sequence[Array],
-        like: Array,
-        residuals: Sequence[Array],
-        key: Key,
-        *,
-        into: Sequence[Array | None],
-    ) -> EncodedFrame | None:
-        """Compress the mean of several messages, plus the residuals: `compress_mean` of all segments at once.
-
-        The new residuals go into ``into`` if that is given. Also returns None if a value is out of range: the pure
-        version then reports it.
-        """
-        ...
-
-    def finish_mean(self, total: Array, count: int) -> Array | None:
-        """Return a sum over ranks divided by their number, in its buffer if that can be written to."""
-        ...
-
-    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
-        """Return ``beta1 * m + (1 - beta1) * scale * g`` in a new array."""
-        ...
-
-    def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:
-        """Return ``n = momentum(m, g, beta1, 1)`` and ``momentum(n, g, beta1, 1)``, in new arrays."""
-        ...
-
-    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
-        """Return the parameters after a step with a frozen variance, in a new array, and the masked momentum.
-
-        The masked momentum may take the buffer of m.
-        """
-        ...
-
-    def frozen_steps(
-        self,
-        params: Sequence[Array],
-        momenta: Sequence[Array],
-        variances: Sequence[Array],
-        numbers: Sequence[StepNumbers],
-        *,
-        donate: bool,
-    ) -> list[tuple[Array, Array]] | None:
-        """Return `frozen_step` of each of several tensors; with ``donate`` in the buffers of the parameters."""
-        ...
-
-    def adam_steps(
-        self,
-        params: Sequence[Array],
-        momenta: Sequence[Array],
-        variances: Sequence[Array],
-        gradients: Sequence[Array],
-        numbers: Sequence[AdamNumbers],
-        *,
-        donate: bool,
-    ) -> list[tuple[Array, Array, Array]] | None:
-        """Return the parameters, momentum and variance of each of several tensors after a step of Adam.
-
-        In new arrays, or with ``donate`` in the buffers of the old ones.
-        """
-        ...
-
-    def descend(self, p: Array, d: Array, rate: float, decay: float, *, out: Array | None) -> Array | None:
-        """Return ``p - rate * (d + decay * p)``, in ``out`` if that is given, which may be p."""
-        ...
-
-    def scale(self, x: Array, factor: float) -> Array | None:
-        """Return ``factor * x`` in a new array, magnitudes below 2^-126 replaced by +0."""
-        ...
-
-    def in_range(self, x: Array) -> bool:
-        """Return whether every value is known to be +0, or of a magnitude from 2^-126 to below 2^100."""
-        ...
-
-    def compensate(
-        self, x: Array, residual: Array | None, *, out: Array | None
-    ) -> tuple[Array, float] | None:
-        """Return x plus the residual, if there is one, and the largest magnitude of the sum, or NaN if it has a NaN.
-
-        The sum goes into ``out`` if that is given, which may be x.
-        """
-        ...
-
-    def take_low_rank(
-        self, left: Array, right: Array, matrix: Array, *, out: Array | None
-    ) -> tuple[Array, Array] | None:
-        """Return the product of two factors, in ``out`` if that is given, and a matrix minus the product, in place."""
-        ...
-
-    def orthonormal(self, rows: Array) -> Array | None:
-        """Return what `qcomp.core.numeric.low_rank.orthonormal` returns for a factor."""
-        ...
-
-    def next_factor(self, new: Array, old: Array) -> Array | None:
-        """Return what `qcomp.core.numeric.low_rank.next_factor` returns for a factor."""
-        ...
-
-
-class Partial:
-    """Base of sets that leave these methods to the pure version, which calls the other kernels one after the other."""
-
-    any_shape = False
-
-    def empty_like(self, x: Array) -> Array | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def encode_frames(
-        self,
-        frames: Sequence[AnyFrame],  # noqa: ARG002
-        tensors: Sequence[Array],  # noqa: ARG002
-        residuals: Sequence[Array],  # noqa: ARG002
-        outs: Sequence[Array | None],  # noqa: ARG002
-        key: Key,  # noqa: ARG002
-        *,
-        blends: Sequence[Blend],  # noqa: ARG002
-    ) -> list[Array] | None:
-        """Return None."""
-        return None
-
-    def decode_frames(
-        self,
-        frames: Sequence[AnyFrame],  # noqa: ARG002
-        messages: Sequence[Array],  # noqa: ARG002
-        outs: Sequence[Array],  # noqa: ARG002
-    ) -> bool:
-        """Return False."""
-        return False
-
-    def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-    def compress_mean_frame(
-        self,
-        frame: AnyFrame,  # noqa: ARG002
-        messages: Sequence[Array],  # noqa: ARG002
-        like: Array,  # noqa: ARG002
-        residuals: Sequence[Array],  # noqa: ARG002
-        key: Key,  # noqa: ARG002
-        *,
-        into: Sequence[Array | None],  # noqa: ARG002
-    ) -> EncodedFrame | None:
-        """Return None."""
-        return None
-
-    def average(
-        self,
-        compressor: AnyCompressor,  # noqa: ARG002
-        payloads: Sequence[Array],  # noqa: ARG002
-        like: Array,  # noqa: ARG002
-        *,
-        out: Array | None,  # noqa: ARG002
-    ) -> Array | None:
-        """Return None."""
-        return None
-
-    def compress_mean(
-        self,
-        compressor: AnyCompressor,  # noqa: ARG002
-        payloads: Sequence[Array],  # noqa: ARG002
-        like: Array,  # noqa: ARG002
-        residual: Array | None,  # noqa: ARG002
-        key: Key | None,  # noqa: ARG002
-        *,
-        out: Array | None,  # noqa: ARG002
-    ) -> Encoded | None:
-        """Return None."""
-        return None
-
-    def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def frozen_steps(
-        self,
-        params: Sequence[Array],  # noqa: ARG002
-        momenta: Sequence[Array],  # noqa: ARG002
-        variances: Sequence[Array],  # noqa: ARG002
-        numbers: Sequence[StepNumbers],  # noqa: ARG002
-        *,
-        donate: bool,  # noqa: ARG002
-    ) -> list[tuple[Array, Array]] | None:
-        """Return None."""
-        return None
-
-    def adam_steps(
-        self,
-        params: Sequence[Array],  # noqa: ARG002
-        momenta: Sequence[Array],  # noqa: ARG002
-        variances: Sequence[Array],  # noqa: ARG002
-        gradients: Sequence[Array],  # noqa: ARG002
-        numbers: Sequence[AdamNumbers],  # noqa: ARG002
-        *,
-        donate: bool,  # noqa: ARG002
-    ) -> list[tuple[Array, Array, Array]] | None:
-        """Return None."""
-        return None
-
-    def descend(
-        self,
-        p: Array,  # noqa: ARG002
-        d: Array,  # noqa: ARG002
-        rate: float,  # noqa: ARG002
-        decay: float,  # noqa: ARG002
-        *,
-        out: Array | None,  # noqa: ARG002
-    ) -> Array | None:
-        """Return None."""
-        return None
-
-    def scale(self, x: Array, factor: float) -> Array | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def in_range(self, x: Array) -> bool:  # noqa: ARG002
-        """Return False."""
-        return False
-
-    def compensate(
-        self,
-        x: Array,  # noqa: ARG002
-        residual: Array | None,  # noqa: ARG002
-        *,
-        out: Array | None,  # noqa: ARG002
-    ) -> tuple[Array, float] | None:
-        """Return None."""
-        return None
-
-    def take_low_rank(
-        self,
-        left: Array,  # noqa: ARG002
-        right: Array,  # noqa: ARG002
-        matrix: Array,  # noqa: ARG002
-        *,
-        out: Array | None,  # noqa: ARG002
-    ) -> tuple[Array, Array] | None:
-        """Return None."""
-        return None
-
-    def orthonormal(self, rows: Array) -> Array | None:  # noqa: ARG002
-        """Return None."""
-        return None
-
-    def next_factor(self, new: Array, old: Array) -> Array | None:  # noqa: ARG002
-        """Return None."""
-        return None
 
 
 class Coders(NamedTuple):
@@ -548,7 +159,14 @@ _chooser: ContextVar[Chooser | None] = ContextVar("qcomp_kernels", default=None)
 
 def chosen(x: Array) -> KernelSet | None:
     """Return the set of kernels for an array, None for the pure version."""
-    return (_chooser.get() or _automatic)(x)
+    chooser = _chooser.get() or _automatic
+    return None if chooser is _pure else chooser(x)
+
+
+def kernel_of(name: str, x: Array) -> Callable[..., Any] | None:
+    """Return the kernel of a primitive for arrays like x, None if there is none."""
+    chooser = _chooser.get() or _automatic
+    return None if chooser is _pure else getattr(chooser(x), name, None)
 
 
 def chosen_coders() -> Coders | None:

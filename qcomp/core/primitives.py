@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers, chosen
+from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers, kernel_of
 from qcomp.core.numeric import low_rank
 from qcomp.core.numeric.arrays import (
     LIMIT,
@@ -41,7 +42,7 @@ from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.random import require_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from qcomp.core.numeric.random import Key
     from qcomp.core.payload import Payload
@@ -75,20 +76,52 @@ __all__ = [
 ]
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def primitive(
+    like: str, *, several: bool = False
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let kernels of its name replace a pure function, which defines their arguments and their results.
+
+    Parameters
+    ----------
+    like : str
+        The argument whose kernels are asked. They get all arguments, and the pure function runs if they return None.
+    several : bool
+        Whether this argument is a sequence of arrays, whose first one decides.
+    """
+
+    def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        name, defaults = pure.__name__, pure.__kwdefaults__ or {}
+        place = pure.__code__.co_varnames.index(like)
+
+        @wraps(pure)
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+            x: Any = args[place] if place < len(args) else options.get(like)
+            if several:
+                x = x[0] if x else None
+            kernel = None if x is None else kernel_of(name, x)
+            found: Result | None = kernel and kernel(*args, **{**defaults, **options})
+            return pure(*args, **options) if found is None else found
+
+        return call
+
+    return decorate
+
+
+@primitive("x")
 def empty_like(x: Array) -> Array | None:
-    """Return a buffer of the shape and dtype of x, or None in a library with immutable arrays."""
-    kernels = chosen(x)
-    buffer = None if kernels is None else kernels.empty_like(x)
-    if buffer is None:
-        buffer = array_namespace(x).empty_like(x)
+    """Return a buffer of the shape and dtype of x, with any values, or None in a library with immutable arrays."""
+    buffer = array_namespace(x).empty_like(x)
     return buffer if is_mutable(buffer) else None
 
 
+@primitive("arrays", several=True)
 def empty_likes(arrays: Sequence[Array]) -> list[Array | None]:
     """Return `empty_like` of each of several arrays of one library and device."""
-    kernels = chosen(arrays[0]) if arrays else None
-    buffers = None if kernels is None else kernels.empty_likes(arrays)
-    return [empty_like(x) for x in arrays] if buffers is None else [*buffers]
+    return [empty_like(x) for x in arrays]
 
 
 def encode(
@@ -131,6 +164,9 @@ def encode(
     -----
     p = flush(flush(x) + residual); data = C(p); residual' = flush(p - decode(data)). All values of p must be below
     2^100 in magnitude. A coder loses nothing: the residual is that of the plain compressor whose data it shortens.
+
+    A kernel that finds a value out of range before it returns may return None: then the pure version reports it. A
+    kernel that would find it later never writes to the old residual, and returns the new one in another array.
     """
     if compressor.traits.random:
         require_key(key, compressor.spec)
@@ -138,11 +174,10 @@ def encode(
     if coder is not None:
         plain = encode(coder.plain, x, residual, key, out=out, blend=blend)
         return _shortened(coder, plain, math.prod(x.shape))
-    kernels = chosen(x)
-    if kernels is not None:
-        encoded = kernels.encode(compressor, x, residual, key, out=out, blend=blend)
-        if encoded is not None:
-            return encoded
+    kernel = kernel_of("encode", x)
+    encoded: Encoded | None = kernel and kernel(compressor, x, residual, key, out=out, blend=blend)
+    if encoded is not None:
+        return encoded
     if blend is not None:
         mixed = momentum(blend.m, x, blend.beta1, blend.scale)
         if out is None and residual is not None and is_mutable(mixed):
@@ -233,10 +268,12 @@ def decode(
     xp = array_namespace(like)
     name = compute_dtype_name(dtype_name(like.dtype), argument="like")
     compute = getattr(xp, name)
-    kernels = chosen(like)
     # The layout of a payload may depend on its dtype, and kernels see only bytes.
-    if kernels is not None and payload.dtype == name:
-        decoded = kernels.decode(compressor, payload.data, like, out=out, accumulate=accumulate)
+    if payload.dtype == name:
+        kernel = kernel_of("decode", like)
+        decoded: Array | None = kernel and kernel(
+            compressor, payload.data, like, out=out, accumulate=accumulate
+        )
         if decoded is not None:
             return decoded
         if compute != like.dtype:
@@ -291,11 +328,10 @@ def average(
     coder = compressor.coder
     if coder is not None:
         return average(coder.plain, [_restored(coder, payload) for payload in payloads], like, out=out)
-    kernels = chosen(like)
-    if kernels is not None:
-        mean = kernels.average(compressor, [payload.data for payload in payloads], like, out=out)
-        if mean is not None:
-            return mean
+    kernel = kernel_of("average", like)
+    mean: Array | None = kernel and kernel(compressor, [each.data for each in payloads], like, out=out)
+    if mean is not None:
+        return mean
     mean = finish_mean(add_up(compressor, payloads, like, out=out), len(payloads))
     return mean if out is None or mean is out else write_into(out, mean)
 
@@ -369,50 +405,41 @@ def compress_mean(
         restored = [_restored(coder, payload) for payload in payloads]
         plain = compress_mean(coder.plain, restored, like, residual, key, out=out)
         return _shortened(coder, plain, math.prod(like.shape))
-    kernels = chosen(like)
-    if kernels is not None:
-        data = [payload.data for payload in payloads]
-        encoded = kernels.compress_mean(compressor, data, like, residual, key, out=out)
-        if encoded is not None:
-            return encoded
+    kernel = kernel_of("compress_mean", like)
+    encoded: Encoded | None = kernel and kernel(
+        compressor, [payload.data for payload in payloads], like, residual, key, out=out
+    )
+    if encoded is not None:
+        return encoded
     mean = average(compressor, payloads, like, out=out)
     return encode(
         compressor, mean, residual, key, out=mean if residual is not None and is_mutable(mean) else None
     )
 
 
+@primitive("total")
 def finish_mean(total: Array, count: int) -> Array:
     """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126; its buffer may be reused."""
-    kernels = chosen(total)
-    if kernels is not None:
-        mean = kernels.finish_mean(total, count)
-        if mean is not None:
-            return mean
     return flush(divide(total, count))
 
 
+@primitive("m")
 def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
-    """Return ``beta1 * m + ((1 - beta1) * scale) * g``, each operation rounded to the dtype of m."""
+    """Return ``beta1 * m + ((1 - beta1) * scale) * g`` in a new array, each operation rounded to the dtype of m."""
     gradient = to_compute_dtype(g)
-    kernels = chosen(m)
-    if kernels is not None:
-        mixed = kernels.momentum(m, gradient, beta1, scale)
-        if mixed is not None:
-            return mixed
-    return beta1 * m + ((1 - beta1) * scale) * gradient
+    if gradient is not g:  # there may be a kernel for the wider gradient
+        return momentum(m, gradient, beta1, scale)
+    return beta1 * m + ((1 - beta1) * scale) * g
 
 
+@primitive("m")
 def nesterov(m: Array, g: Array, beta1: float) -> tuple[Array, Array]:
     """Return the new `momentum` of m and g, and Nesterov's momentum, which is that of the new one and g."""
-    kernels = chosen(m)
-    if kernels is not None:
-        both = kernels.nesterov(m, to_compute_dtype(g), beta1)
-        if both is not None:
-            return both
     new = momentum(m, g, beta1, 1.0)
     return new, momentum(new, g, beta1, 1.0)
 
 
+@primitive("d")
 def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None = None) -> Array:
     """Return ``p - rate * (d + decay * p)``, each operation rounded to the dtype of d, in the dtype of p.
 
@@ -429,11 +456,6 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
     out : array, optional
         A buffer that the result may take, which may be p; for small arrays the result can still be a new array.
     """
-    kernels = chosen(d)
-    if kernels is not None and p.dtype == d.dtype:
-        moved = kernels.descend(p, d, rate, decay, out=out)
-        if moved is not None:
-            return moved
 
     def move(p: Array, d: Array) -> tuple[Array]:
         own = to_compute_dtype(p)
@@ -444,17 +466,14 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
     return moved
 
 
+@primitive("x")
 def scale(x: Array, factor: float) -> Array:
     """Return ``flush(factor * x)`` in a new array, the product rounded to the dtype of x."""
-    kernels = chosen(x)
-    if kernels is not None:
-        scaled = kernels.scale(x, factor)
-        if scaled is not None:
-            return scaled
     (scaled,) = in_blocks(lambda part: (flush(factor * part),), (x,), (empty_like(x),))
     return scaled
 
 
+@primitive("m")
 def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:
     """Return the parameters after a step of Adam with a frozen variance, and the momentum to keep.
 
@@ -469,16 +488,12 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Arr
     m' = m where v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by a
     scale over eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
     """
-    kernels = chosen(m)
-    if kernels is not None and p.dtype == m.dtype:
-        moved = kernels.frozen_step(p, m, v, numbers)
-        if moved is not None:
-            return moved
     xp = array_namespace(p)
     masked = xp.where(v > 0, m, xp.zeros_like(m))
     return adam_step(p, masked, v, numbers), masked
 
 
+@primitive("momenta", several=True)
 def frozen_steps(
     params: Sequence[Array],
     momenta: Sequence[Array],
@@ -496,11 +511,6 @@ def frozen_steps(
     donate : bool
         Whether new parameters may take the buffers of the old ones.
     """
-    kernels = chosen(momenta[0])
-    if kernels is not None:
-        moved = kernels.frozen_steps(params, momenta, variances, numbers, donate=donate)
-        if moved is not None:
-            return moved
     tensors = list(zip(params, momenta, variances, numbers, strict=True))
     if len(tensors) == 1:
         return [frozen_step(*tensors[0])]
@@ -508,6 +518,7 @@ def frozen_steps(
     return [moved for p, m, v, n in tensors for moved in frozen_steps([p], [m], [v], [n], donate=donate)]
 
 
+@primitive("momenta", several=True)
 def adam_steps(
     params: Sequence[Array],
     momenta: Sequence[Array],
@@ -532,11 +543,6 @@ def adam_steps(
     g' = g + coupled_decay * p; m' and v' are `momentum` of m and g', of v and g' * g'; p' is `adam_step` of m' and
     v' / variance_correction. Everything is checked before anything is written.
     """
-    kernels = chosen(momenta[0])
-    if kernels is not None:
-        moved = kernels.adam_steps(params, momenta, variances, gradients, numbers, donate=donate)
-        if moved is not None:
-            return moved
     tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
     if len(tensors) == 1:
         return [_whole_adam_step(*tensors[0])]
@@ -565,13 +571,13 @@ def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
     return array_namespace(p).astype(values - rate * direction, p.dtype, copy=False)
 
 
-def in_range(x: Array) -> bool:
+@primitive("x")
+def in_range(x: Array) -> bool:  # noqa: ARG001
     """Return whether a kernel finds every value +0, or of a magnitude from 2^-126 to below 2^100.
 
     `compensate` leaves such values as they are.
     """
-    kernels = chosen(x)
-    return kernels is not None and kernels.in_range(x)
+    return False
 
 
 def compensate(
@@ -594,16 +600,15 @@ def compensate(
     NonFiniteError
         If values out of range, from 2^100 on, were found before this returned; x is used up then if it is ``out``.
     """
-    kernels = chosen(x)
-    if kernels is not None:
-        found = kernels.compensate(x, residual, out=out)
-        if found is not None:
-            values, largest = found
-            if not largest < LIMIT:
-                raise NonFiniteError(
-                    f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {LIMIT:.6g}"
-                )
-            return values, None
+    kernel = kernel_of("compensate", x)
+    found: tuple[Array, float] | None = kernel and kernel(x, residual, out=out)
+    if found is not None:
+        values, largest = found
+        if not largest < LIMIT:
+            raise NonFiniteError(
+                f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {LIMIT:.6g}"
+            )
+        return values, None
     compensated = flush(x) if residual is None else flush(flush(x) + residual)
     refused = None
     if is_read_late(x):
@@ -617,6 +622,7 @@ _BLOCK = 1 << 15
 """Elements of a matrix that are computed at once on a CPU, so that its caches hold all intermediate results."""
 
 
+@primitive("matrix")
 def take_low_rank(
     left: Array, right: Array, matrix: Array, *, out: Array | None = None
 ) -> tuple[Array, Array]:
@@ -639,11 +645,6 @@ def take_low_rank(
     rest : array, shape (rows * columns,)
         ``flush(matrix - product)``, in the buffer of ``matrix`` where that can be written to.
     """
-    kernels = chosen(matrix)
-    if kernels is not None:
-        found = kernels.take_low_rank(left, right, matrix, out=out)
-        if found is not None:
-            return found
     xp = array_namespace(matrix)
     product = empty_like(matrix) if out is None else out
     rows, columns = left.shape[1], right.shape[1]
@@ -666,10 +667,7 @@ def orthonormal(factors: Sequence[Array]) -> list[Array]:
     ----------
     factors : sequence of arrays, shape (rank, length)
     """
-    kernels = chosen(factors[0]) if factors else None
-    found = [] if kernels is None else [kernels.orthonormal(rows) for rows in factors]
-    bases = [basis for basis in found if basis is not None]
-    return bases if len(bases) == len(factors) else low_rank.together(low_rank.orthonormal, factors)
+    return _each("orthonormal", factors) or low_rank.together(low_rank.orthonormal, factors)
 
 
 def next_factors(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
@@ -679,7 +677,11 @@ def next_factors(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
     ----------
     new, old : sequence of arrays, shape (rank, length)
     """
-    kernels = chosen(new[0]) if new else None
-    found = [] if kernels is None else [kernels.next_factor(*pair) for pair in zip(new, old, strict=True)]
-    factors = [factor for factor in found if factor is not None]
-    return factors if len(factors) == len(new) else low_rank.together(low_rank.next_factor, new, old)
+    return _each("next_factor", new, old) or low_rank.together(low_rank.next_factor, new, old)
+
+
+def _each(name: str, *lists: Sequence[Array]) -> list[Array]:
+    """Return what a kernel returns for the factors of each matrix; an empty list if it does not serve all of them."""
+    kernel = kernel_of(name, lists[0][0]) if lists[0] else None
+    found = [kernel(*factors) for factors in zip(*lists, strict=True)] if kernel else []
+    return [] if any(factor is None for factor in found) else found

@@ -74,12 +74,16 @@ class TracedKernels(JaxKernels):
         found: tuple[Result, list[Array]] = jax.lax.cond(self._nothing < 0, never, always)
         return found
 
-    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array:
+    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
         """Return ``beta1 * m + (1 - beta1) * scale * g``."""
+        if g.dtype != m.dtype:
+            return None
         return momentum(m, g, self._numbers(m, beta1=beta1, weight=(1 - beta1) * scale))
 
-    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:
+    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
         """Return the parameters after a step with a frozen variance, and the masked momentum."""
+        if p.dtype != m.dtype:
+            return None
         moved: tuple[Array, Array] = frozen_step(p, m, v, self._of_step(m, numbers))
         return moved
 
@@ -91,7 +95,7 @@ class TracedKernels(JaxKernels):
         gradients: Sequence[Array],
         numbers: Sequence[AdamNumbers],
         *,
-        donate: bool = False,  # noqa: ARG002 - no buffer of a compiled program can be written to
+        donate: bool,  # noqa: ARG002 - no buffer of a compiled program can be written to
     ) -> list[tuple[Array, Array, Array]]:
         """Return parameters and moments of each tensor after a step of Adam."""
         moved = []

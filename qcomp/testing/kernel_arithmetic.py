@@ -13,7 +13,7 @@ from qcomp.core.kernels import AdamNumbers, KernelSet, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.testing.inputs import vector
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
-from qcomp.testing.libraries import Namespace, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, has_dtype, to_library, to_numpy
 
 __all__ = ["BLENDS", "check_low_rank", "check_steps", "check_updates"]
 
@@ -49,6 +49,9 @@ def check_updates(kernels: KernelSet, xp: Namespace) -> None:
         _compare_multiples(kernels, xp, size, layout)
         _compare_nesterov(kernels, xp, size, layout)
         _check_ranges(kernels, xp, size, layout)
+    for name in ("float16", "bfloat16"):
+        if has_dtype(xp, name):
+            _compare_halves(kernels, xp, name)
 
 
 _SHAPES_OF_TENSORS: tuple[tuple[tuple[int, ...], ...], ...] = (
@@ -250,6 +253,21 @@ def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str,
             results.append(to_numpy(moved).tobytes())
         what = f"of {size} elements, {layout}, with a decay of {decay}, into memory that is {place}"
         assert results[0] == results[1], f"step along a direction {what}"
+
+
+def _compare_halves(kernels: KernelSet, xp: Namespace, dtype: str) -> None:
+    """Compare updates by a gradient, and of parameters, in half precision."""
+    results = []
+    for chosen in (None, kernels):
+        m, v = (to_library(xp, np.abs(vector("gaussian", 1000, seed))) for seed in (1, 2))
+        half = laid_out(xp, vector("gaussian", 1000, 3), "dense", dtype)[0]
+        with use_kernels(chosen):
+            found = [primitives.momentum(m, half, 0.9, 0.7), *primitives.nesterov(m, half, 0.9)]
+            found += [primitives.descend(half, m, 0.3, 0.1), *primitives.frozen_step(half, m, v, _STEPS[1])]
+        results.append([to_numpy(x).tobytes() for x in found])
+    names = ("momentum", "momentum for Nesterov's", "Nesterov's momentum", "step along a direction")
+    for name, a, b in zip((*names, "parameters", "masked momentum"), *results, strict=True):
+        assert a == b, f"{name} with an array of {dtype}"
 
 
 _MATRICES = ((1, 1, 1), (1, 3, 5), (2, 7, 64), (3, 33, 129), (4, 5, 5000), (2, 5000, 3), (5, 300, 301))

@@ -514,15 +514,14 @@ def _check_buffers(kernels: KernelSet, xp: Namespace) -> None:
         x = to_library(xp, np.zeros(shape, dtype=np.float32))
         if not kernels.takes(x):
             return
-        one, two = kernels.empty_like(x), kernels.empty_like(x)
-        for buffer in (one, two):
-            if buffer is not None:
-                assert tuple(buffer.shape) == shape, (
-                    f"empty_like has shape {tuple(buffer.shape)}; expected {shape}"
-                )
-                assert buffer.dtype == x.dtype, f"empty_like has dtype {buffer.dtype}; expected {x.dtype}"
-        if one is None or two is None or not is_mutable(one):
+        with use_kernels(kernels):
+            one, two = primitives.empty_like(x), primitives.empty_like(x)
+        if one is None or two is None:  # arrays are immutable
             continue
+        for buffer in (one, two):
+            found = tuple(buffer.shape)
+            assert found == shape, f"empty_like has shape {found}; expected {shape}"
+            assert buffer.dtype == x.dtype, f"empty_like has dtype {buffer.dtype}; expected {x.dtype}"
         one[...], two[...] = 1.0, 2.0
         assert np.all(to_numpy(one) == 1), "two buffers of empty_like share memory"
         assert not np.any(to_numpy(x)), "empty_like shares memory with its argument"

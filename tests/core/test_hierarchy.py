@@ -11,7 +11,7 @@ import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core import primitives
-from qcomp.core.kernels import Blend, Partial, use_kernels
+from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.mean.chunks import cut
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllToAll
@@ -369,7 +369,7 @@ class TestNonFinite:
     def test_a_refusal_that_a_device_reports_later(self, lockstep, bad):
         """Its kernels do not raise: they set a flag, and the payload is meaningless."""
 
-        class Flags(Partial):
+        class Flags:
             name = "flags"
 
             def takes(self, x):
@@ -382,11 +382,6 @@ class TestNonFinite:
                     encoded = primitives.encode(compressor, clean, residual, key)
                 lost = None if residual is None else encoded.residual + (0 if fine else np.nan)
                 return encoded._replace(residual=lost, refused=np.asarray([not fine], dtype=np.uint8))
-
-            def decode(self, *args, **options):
-                return None
-
-            empty_like = average = compress_mean = finish_mean = momentum = frozen_step = decode
 
         values = [inputs(rank, 0) for rank in range(5)]
         expected, states = average(SIGN, values, start(SIGN, values[0], WORLDS["3 and 2"]))

@@ -558,6 +558,12 @@ broken(
     "writes to the momentum",
     momentum=lambda self, whole, m, g, beta1, scale: write_into(m, whole(m, g, beta1, scale)),
 )
+broken(
+    "the momentum of half a gradient is rounded to half",
+    momentum=lambda self, whole, m, g, beta1, scale: (
+        whole(m, g, beta1, scale) if g.dtype == m.dtype else beta1 * m + ((1 - beta1) * scale) * g
+    ),
+)
 broken("Nesterov: the momentum twice", nesterov=lambda self, whole, m, g, beta1: (whole(m, g, beta1)[0],) * 2)
 broken("Nesterov: blends the old one", nesterov=lambda self, whole, m, g, beta1: (whole(m, g, beta1)[0], m))
 broken("Nesterov: other weights", nesterov=lambda self, whole, m, g, beta1: whole(m, g, 0.9))
@@ -586,6 +592,12 @@ broken("descends: never decays", descend=lambda self, whole, p, d, rate, decay: 
 broken(
     "descends: decays before the rate",
     descend=lambda self, whole, p, d, rate, decay: whole(p - np.float32(decay) * p, d, rate, 0.0),
+)
+broken(
+    "descends: returns parameters in the dtype of the direction",
+    descend=lambda self, whole, p, d, rate, decay: (
+        whole(p, d, rate, decay) if p.dtype == d.dtype else p - rate * (d + decay * p)
+    ),
 )
 broken(
     "descends: writes to the parameters",

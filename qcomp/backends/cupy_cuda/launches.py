@@ -11,7 +11,7 @@ import numpy as np
 from qcomp.backends.cupy_cuda.sources import DTYPES, kernel_name
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
-from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.numeric.arrays import device, dtype_name
 from qcomp.core.numeric.buckets import bucket_count, padded_size
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
@@ -65,7 +65,7 @@ class Runtime(Protocol):
         ...
 
 
-class CudaKernels(Partial):
+class CudaKernels:
     """The kernels of this package, for a runtime's C-contiguous arrays of float32, float16 or bfloat16.
 
     Parameters

@@ -10,7 +10,7 @@ import numpy as np
 from qcomp.backends.jax_xla.arithmetic import finish_mean, frozen_step, momentum, scalars
 from qcomp.backends.jax_xla.programs import arguments_of, decoder, encoder
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_traced
 from qcomp.core.numeric.random import Key, draws_are_replaced
 from qcomp.core.traits import AnyCompressor
@@ -22,7 +22,7 @@ Array = Any
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class JaxKernels(Partial):
+class JaxKernels:
     """Compiled primitives for concrete JAX arrays, on their device.
 
     Traced arrays are left to the pure version, which becomes a part of the caller's program. So are calls with an

@@ -39,7 +39,7 @@ from qcomp.core.compressors import (
     WholeFields,
 )
 from qcomp.core.compressors.qsgd import WideQSGD
-from qcomp.core.kernels import AnyFrame
+from qcomp.core.mean.framing import Frame
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
@@ -205,7 +205,7 @@ class Group(NamedTuple):
 class Plan(NamedTuple):
     """Facts about some frames that do not depend on values."""
 
-    frames: tuple[ref[AnyFrame], ...]
+    frames: tuple[ref[Frame], ...]
     tensors: tuple[int, ...]
     """The tensors that have a segment in a frame."""
     sizes: tuple[int, ...]
@@ -216,11 +216,11 @@ class Plan(NamedTuple):
     """The bytes in a message of each frame that belong to no payload."""
 
 
-_plans: WeakKeyDictionary[AnyFrame, list[Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Frame, list[Plan]] = WeakKeyDictionary()
 """By the first frame."""
 
 
-def plan_of(frames: Sequence[AnyFrame]) -> Plan:
+def plan_of(frames: Sequence[Frame]) -> Plan:
     """Return the plan of some frames."""
     for plan in _plans.get(frames[0], ()):
         if [of() for of in plan.frames] == [*frames]:  # a frame equals only itself
@@ -230,7 +230,7 @@ def plan_of(frames: Sequence[AnyFrame]) -> Plan:
     return plan
 
 
-def _resolved(frames: tuple[AnyFrame, ...]) -> Plan:
+def _resolved(frames: tuple[Frame, ...]) -> Plan:
     segments = [
         _Segment(frame, index, number)
         for index, frame in enumerate(frames)
@@ -253,7 +253,7 @@ def _resolved(frames: tuple[AnyFrame, ...]) -> Plan:
     )
 
 
-def _gaps(frame: AnyFrame) -> Longs:
+def _gaps(frame: Frame) -> Longs:
     """Return the positions of the bytes of a message that belong to no payload: the verdict and padding.
 
     There are none for messages of variable length.
@@ -268,7 +268,7 @@ def _gaps(frame: AnyFrame) -> Longs:
 class _Segment(NamedTuple):
     """A segment of a frame."""
 
-    frame: AnyFrame
+    frame: Frame
     of_frame: int
     """The number of the frame."""
     number: int

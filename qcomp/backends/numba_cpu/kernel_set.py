@@ -41,7 +41,8 @@ from qcomp.backends.numba_cpu.tables import (
     encoded_vectors,
 )
 from qcomp.backends.numba_cpu.vectors import descend, finish_mean, in_range, momentum, nesterov, scale
-from qcomp.core.kernels import AdamNumbers, AnyFrame, Blend, Encoded, EncodedFrame, StepNumbers
+from qcomp.core.kernels import AdamNumbers, Blend, Encoded, EncodedFrame, StepNumbers
+from qcomp.core.mean.framing import Frame
 from qcomp.core.numeric.arrays import (
     dtype_name,
     is_mutable,
@@ -181,16 +182,16 @@ class NumbaKernels:
             return None
         return Encoded(_as_array_of(like, data), None if residual is None else rest, None)
 
-    def empty_likes(self, arrays: Sequence[Array]) -> Sequence[Array | None] | None:
+    def empty_likes(self, arrays: Sequence[Array]) -> list[Array | None] | None:
         """Return `empty_like` of each of several arrays."""
         if any(dtype_name(dtype) != "float32" for dtype in {x.dtype for x in arrays}):
             return None
-        buffers = [empty(tuple(x.shape)) for x in arrays]
+        buffers: list[Array] = [empty(tuple(x.shape)) for x in arrays]
         return [_as_array_of(arrays[0], buffer) for buffer in buffers] if _is_tensor(arrays[0]) else buffers
 
     def encode_frames(
         self,
-        frames: Sequence[AnyFrame],
+        frames: Sequence[Frame],
         tensors: Sequence[Array],
         residuals: Sequence[Array],
         outs: Sequence[Array | None],
@@ -228,7 +229,7 @@ class NumbaKernels:
         return [_as_array_of(tensors[0], each) for each in messages]
 
     def decode_frames(
-        self, frames: Sequence[AnyFrame], messages: Sequence[Array], outs: Sequence[Array]
+        self, frames: Sequence[Frame], messages: Sequence[Array], outs: Sequence[Array]
     ) -> bool:
         """Decompress all segments of some chunks, with one kernel call for each compressor."""
         plan = plan_of(frames)
@@ -241,7 +242,7 @@ class NumbaKernels:
             run_decoder(run, bucket_size, vectors, accumulate=False, streams=pays(group.elements))
         return True
 
-    def average_frame(self, frame: AnyFrame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
+    def average_frame(self, frame: Frame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
         """Average all segments of a chunk, a block at a time."""
         plan = plan_of([frame])
         to, at = _addresses_of(outs, plan.tensors, written=True), _addresses_of_messages(messages)
@@ -254,7 +255,7 @@ class NumbaKernels:
 
     def compress_mean_frame(
         self,
-        frame: AnyFrame,
+        frame: Frame,
         messages: Sequence[Array],
         like: Array,
         residuals: Sequence[Array],

@@ -15,7 +15,7 @@ from qcomp.backends.torch_triton.sign import sign_decode, sign_encode
 from qcomp.backends.torch_triton.tiles import MAX_BUCKET_SIZE
 from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, momentum
 from qcomp.core.compressors import QSGD, LloydMax, MinMaxUInt8, Scaled, ScaledSign
-from qcomp.core.kernels import Blend, Encoded, Partial, StepNumbers
+from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
@@ -31,7 +31,7 @@ _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 """torch also calls ROCm devices cuda. Triton's interpreter runs on the CPU."""
 
 
-class TritonKernels(Partial):
+class TritonKernels:
     """Kernels for contiguous torch tensors on CUDA and ROCm devices, of dtypes that are computed in float32.
 
     They serve `ScaledSign`, `QSGD`, `LloydMax`, `MinMaxUInt8` and a `Scaled` `QSGD`, with buckets of up to 32768

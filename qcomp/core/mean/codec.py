@@ -7,7 +7,7 @@ from typing import NamedTuple
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
-from qcomp.core.kernels import Blend, Encoded, chosen
+from qcomp.core.kernels import Blend, Encoded, EncodedFrame, chosen
 from qcomp.core.mean.chunks import Chunk, Segment
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.numeric.arrays import (
@@ -128,11 +128,11 @@ class Codec:
         the new residual of each tensor; it is ignored with ``donate``.
         """
         news = _new_residuals(tensors, residuals, into, donate=donate)
-        kernels = self._kernels
-        messages: list[Array] | None = None
+        kernel = getattr(self._kernels, "encode_frames", None)
         try:
-            if kernels is not None:
-                messages = kernels.encode_frames(frames, tensors, residuals, news.buffers, key, blends=blends)
+            messages: list[Array] | None = kernel and kernel(
+                frames, tensors, residuals, news.buffers, key, blends=blends
+            )
             if messages is None:
                 messages = self._encode_each(frames, tensors, news, key, blends)
         except NonFiniteError as error:
@@ -166,12 +166,12 @@ class Codec:
         The new residuals are in the buffers of ``into``, if they are given.
         """
         frame = opened[0].frame
-        kernels = self._kernels
-        if kernels is not None:
-            messages = [one.message for one in opened]
-            compressed = kernels.compress_mean_frame(frame, messages, self.like, residuals, key, into=into)
-            if compressed is not None:
-                return Compressed((compressed.message,), compressed.residuals, None)
+        kernel = getattr(self._kernels, "compress_mean_frame", None)
+        compressed: EncodedFrame | None = kernel and kernel(
+            frame, [one.message for one in opened], self.like, residuals, key, into=into
+        )
+        if compressed is not None:
+            return Compressed((compressed.message,), compressed.residuals, None)
         parts = []
         buffers = into or [None] * len(frame.chunk)
         try:
@@ -236,11 +236,9 @@ class Codec:
 
     def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
         """Write the values of the segments of all chunks into buffers like all tensors."""
-        kernels = self._kernels
-        if kernels is not None:
-            frames, messages = [one.frame for one in opened], [one.message for one in opened]
-            if kernels.decode_frames(frames, messages, places):
-                return
+        kernel = getattr(self._kernels, "decode_frames", None)
+        if kernel and kernel([one.frame for one in opened], [one.message for one in opened], places):
+            return
         for one in opened:
             self._decode(one, places)
 
@@ -261,17 +259,15 @@ class Codec:
         With ``places``, buffers like all tensors, the means are written there; the returned list may then be empty.
         ``divisor`` is as for `CompressedMean`.
         """
-        kernels = self._kernels
         frame = opened[0].frame
         if divisor == "senders":
             return [
                 primitives.average_of_senders(*of_segment, out=_part(places, segment))
                 for of_segment, segment in zip(self._by_segment(opened), frame.chunk, strict=True)
             ]
-        if places is not None and kernels is not None:
-            messages = [one.message for one in opened]
-            if kernels.average_frame(frame, messages, places):
-                return []
+        kernel = getattr(self._kernels, "average_frame", None)
+        if kernel and places is not None and kernel(frame, [one.message for one in opened], places):
+            return []
         return [
             primitives.average(*of_segment, out=_part(places, segment))
             for of_segment, segment in zip(self._by_segment(opened), frame.chunk, strict=True)
