@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
@@ -112,10 +113,12 @@ def automatic(x: Array) -> KernelSet | None:
         where = str(where)
     kind = (type(x), where, x.dtype)
     try:
-        return _choices[kind]
+        choice = _choices[kind]
     except KeyError:
         choice = _choices[kind] = _best(x)
-        return choice
+    if choice is None and "float64" not in _told:
+        _warn_of_float64(x)
+    return choice
 
 
 def explain(x: Array) -> Choice:
@@ -179,6 +182,22 @@ def _best(x: Array) -> KernelSet | None:
 
 _told: set[str] = set()
 
+_LARGE = 10_000
+"""Elements of an array whose time is worth a warning: optimizers compress such tensors by default."""
+
+
+def _warn_of_float64(x: Array) -> None:
+    """Warn, if x is a large array in float64, and there are kernels for the same in float32."""
+    if is_traced(x) or dtype_name(x.dtype) != "float64" or math.prod(x.shape) < _LARGE:
+        return
+    kind = kind_of(x)
+    if any(kind in entry.arrays and _available(name, kind) for name, entry in BUILT_IN.items()):
+        _warn_once(
+            "float64",
+            f"{kind[0]} arrays of float64 on {kind[1]} are compressed",
+            "kernels, which take a twentieth of the time, are for float32 only; convert if its precision is enough",
+        )
+
 
 def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
     """Return a kernel set if its dependencies are installed; else warn once."""
@@ -189,7 +208,7 @@ def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
         return None
 
 
-def _warn_once(name: str, what: str, error: UnavailableError) -> None:
+def _warn_once(name: str, what: str, error: UnavailableError | str) -> None:
     """Warn that something is slow, once for each name."""
     if name not in _told:
         import logging  # noqa: PLC0415  (a part of the time of `import qcomp`)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import array_api_compat
 
+from qcomp.core.numeric.arrays import in_numpy
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -76,7 +78,7 @@ def to_host(x: Array, *, name: str = "x") -> HostBuffer:
         import cupyx  # noqa: PLC0415  (CuPy is imported already)
 
         x = x.get(out=cupyx.empty_pinned(x.shape, dtype=np.uint8))
-    return np.ascontiguousarray(x)
+    return np.ascontiguousarray(in_numpy(x))
 
 
 def from_host(x: HostBuffer, like: Array) -> Array:

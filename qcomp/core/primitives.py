@@ -27,6 +27,7 @@ from qcomp.core.numeric.arrays import (
     compute_dtype_name,
     divide,
     dtype_name,
+    exact_bounds,
     flush,
     is_mutable,
     is_on_host,
@@ -163,7 +164,8 @@ def encode(
     Notes
     -----
     p = flush(flush(x) + residual); data = C(p); residual' = flush(p - decode(data)). All values of p must be below
-    2^100 in magnitude. A coder loses nothing: the residual is that of the plain compressor whose data it shortens.
+    2^100 in magnitude, or in `exact_bounds` if C loses nothing. A coder loses nothing: the residual is that of the
+    plain compressor whose data it shortens.
 
     A kernel that finds a value out of range before it returns may return None: then the pure version reports it. A
     kernel that would find it later never writes to the old residual, and returns the new one in another array.
@@ -185,14 +187,17 @@ def encode(
         return encode(compressor, mixed, residual, key, out=out)
     xp = array_namespace(x)
     compensated = to_compute_dtype(x)
+    exact = compressor.traits.lossless
     if residual is not None:
-        compensated = flush(flush(compensated) + to_compute_dtype(residual, argument="residual"))
+        old = to_compute_dtype(residual, argument="residual")
+        compensated = flush(flush(compensated, exact=exact) + old, exact=exact)
     values = xp.reshape(compensated, (-1,))
     refused = None
+    limit = exact_bounds(values)[1] if exact else LIMIT
     if not is_read_late(values):
-        require_below(values, LIMIT, compressor.spec)
+        require_below(values, limit, compressor.spec)
     else:
-        refused = out_of_range(values, LIMIT)
+        refused = out_of_range(values, limit)
         accepted = refused == 0
         if not is_traced(
             values
@@ -205,7 +210,7 @@ def encode(
     if residual is None:
         return Encoded(data, None, refused)
     decoded = xp.reshape(compressor.decode(spec.split(data), values.shape[0], values.dtype), x.shape)
-    lost = flush(compensated - decoded)
+    lost = flush(compensated - decoded, exact=exact)
     if refused is not None and out is residual:  # the old one is still needed if a value is refused
         lost = xp.where(accepted, lost, residual)
     return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), refused)
@@ -233,7 +238,7 @@ def _is_refused(encoded: Encoded) -> bool:
 def refusal(compressor: AnyCompressor) -> NonFiniteError:
     """Return the error for values out of range."""
     return NonFiniteError(
-        f"x cannot be compressed by {compressor.spec}: it holds a NaN or a magnitude from {LIMIT:.6g} on"
+        f"x cannot be compressed by {compressor.spec}: it holds a value that is not finite, or too large"
     )
 
 
@@ -419,8 +424,11 @@ def compress_mean(
 
 @primitive("total")
 def finish_mean(total: Array, count: int) -> Array:
-    """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126; its buffer may be reused."""
-    return flush(divide(total, count))
+    """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126; its buffer may be reused.
+
+    In float64 it is zero below 2^-1022.
+    """
+    return flush(divide(total, count), exact=True)
 
 
 @primitive("m")
@@ -589,7 +597,7 @@ def compensate(
     ----------
     x : array, shape (size,)
     residual : array, shape (size,), or None
-        Of the dtype in which x is computed; None for zeros.
+        Of the dtype in which x is computed; None for values that are exact.
     what : str
         What refuses values, for error texts, such as the spec string of a compressor.
     out : array, optional
@@ -598,7 +606,8 @@ def compensate(
     Raises
     ------
     NonFiniteError
-        If values out of range, from 2^100 on, were found before this returned; x is used up then if it is ``out``.
+        If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned; x is used
+        up then if it is ``out``.
     """
     kernel = kernel_of("compensate", x)
     found: tuple[Array, float] | None = kernel and kernel(x, residual, out=out)
@@ -609,12 +618,14 @@ def compensate(
                 f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {LIMIT:.6g}"
             )
         return values, None
-    compensated = flush(x) if residual is None else flush(flush(x) + residual)
+    exact = residual is None
+    compensated = flush(x, exact=exact) if residual is None else flush(flush(x) + residual)
     refused = None
+    limit = exact_bounds(x)[1] if exact else LIMIT
     if is_read_late(x):
-        refused = out_of_range(compensated, LIMIT)
+        refused = out_of_range(compensated, limit)
     else:
-        require_below(compensated, LIMIT, what)
+        require_below(compensated, limit, what)
     return compensated if out is None else write_into(out, compensated), refused
 
 

@@ -141,6 +141,34 @@ def test_a_missing_set_that_was_not_requested_is_logged_once(no_numba, caplog):
     assert "pip install 'qcomp[numba]'" in qcomp.backends.explain(X).reason
 
 
+def test_large_arrays_of_float64_are_logged_once(caplog):
+    with caplog.at_level(logging.WARNING, logger="qcomp"):
+        for x in (
+            np.ones(9_999),
+            np.ones(20_000, np.float32),
+            jnp.ones(20_000),
+            array_api_strict.ones(20_000),
+        ):
+            name(x)
+        with qcomp.backends.use("pure"):
+            name(np.ones(20_000))
+        assert not caplog.records
+        for x in (np.ones(10_000), np.ones((100, 200)), torch.ones(20_000, dtype=torch.float64)):
+            assert name(x) == "pure"
+    (record,) = caplog.records
+    assert record.message.startswith(
+        "numpy arrays of float64 on cpu are compressed by the pure version, which is "
+    )
+    assert record.message.endswith("are for float32 only; convert if its precision is enough")
+
+
+def test_large_arrays_of_float64_without_numba(no_numba, caplog):
+    with caplog.at_level(logging.WARNING, logger="qcomp"):
+        assert name(np.ones(20_000)) == "pure"
+    (record,) = caplog.records
+    assert "pip install 'qcomp[numba]'" in record.message
+
+
 def test_an_exception_of_a_running_kernel_is_not_swallowed(monkeypatch):
     def fail(*args, **options):
         raise RuntimeError("the device is gone")

@@ -1,6 +1,7 @@
 """The exact mean in a world of one: what an exchange would return, without exchanging."""
 
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -69,3 +70,20 @@ def test_shares_no_memory_with_the_values(pure):
     with computed(pure):
         means = alone(xs)
     assert not any(np.shares_memory(mean, x) for mean in means for x in xs)
+
+
+EXACT = [2.0**994, -3 * 2.0**100, 2.0**-133, -(2.0**-1022), 2.0**-1023, -0.0]
+
+
+def test_exact_float64_has_its_own_range(float64_library, lockstep):
+    """Sums over ranks of values below 2^996 are finite; scales in float32 are not involved."""
+
+    def averaged(values, size, topology, **catch):
+        mean, x = CompressedMean(Identity(), topology, feedback=False), float64_library.array(values)
+        return lockstep([mean.stages(x, mean.zeros(x, rank=r, size=size)) for r in range(size)], **catch)
+
+    expected = np.array([*EXACT[:4], 0.0, 0.0]).tobytes()
+    for size, topology in product((1, 3), ("two_phase", "all_gather", "ring", "hierarchical")):
+        assert all(to_numpy(x).tobytes() == expected for x, _ in averaged(EXACT, size, topology)), topology
+        errors = averaged([2.0**996], size, topology, catch=NonFiniteError)
+        assert all("is not finite, or too large" in str(error) for error in errors)

@@ -321,6 +321,9 @@ def test_every_compressor_accepts_values_below_the_limit(dtype):
         for bad in (LIMIT, -LIMIT, 3e38):
             too_large = x.copy()
             too_large[4097] = bad
+            if dtype is np.float64 and spec == "identity":
+                assert c.decompress(c.compress(too_large), like=x).tobytes() == too_large.tobytes()
+                continue
             with pytest.raises(
                 NonFiniteError, match=r"cannot be compressed by .*; expected below 1\.26765e\+30"
             ):

@@ -32,6 +32,35 @@ def test_arrays(given):
                 call()
 
 
+def test_arrays_that_are_computed_later():
+    """A slice of dask's is no view, and what was in new memory differs each time that it is computed."""
+
+    class Array(np.ndarray):
+        def compute(self):
+            return np.asarray(self)
+
+    x, comm = X.view(Array), qcomp.comm.LocalCommunicator.alone()
+    opt = qcomp.Adam(learning_rate=0.1)
+    for call in (lambda: SIGNS.compress(x), lambda: opt.init(x, comm), lambda: qcomp.comm.broadcast(x, comm)):
+        with pytest.raises(
+            TypeError, match=r"^\w+ is a tests.Array, whose values are computed later; .*x\.compute\(\)$"
+        ):
+            call()
+
+
+def test_an_array_twice_that_may_be_written_to():
+    """Written to as the first, it was read as the second."""
+    comm = qcomp.comm.LocalCommunicator.alone()
+    opt, mean = qcomp.Adam(learning_rate=0.1), qcomp.CompressedMean(SIGNS)
+    state, started = opt.init([X, X], comm), mean.init([X, X], comm)
+    with pytest.raises(ValueError, match=r"^params has an array twice, and may be written to"):
+        opt.step([X, X], [X, X], state, comm, donate=True)
+    with pytest.raises(ValueError, match=r"^x has an array twice, and may be written to"):
+        mean([X, X], started, comm, donate=True)
+    (first, second), _ = opt.step([X, X], [X, X.copy()], state, comm)
+    assert first.tobytes() == second.tobytes()
+
+
 def test_payloads():
     for call in (lambda: SIGNS.decompress(b"abc", like=X), lambda: SIGNS.add(b"abc", X.copy())):
         with pytest.raises(TypeError, match=r"^payload is b'abc'; expected a qcomp\.Payload"):

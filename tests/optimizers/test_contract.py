@@ -51,4 +51,4 @@ def test_the_laws_reach_its_stages(name):
     for step in range(12):
         job.step(step)
         seen.add(job.states[0].stage)
-    assert seen == EVERY[name].stages
+    assert seen == {*EVERY[name].stages}

@@ -133,3 +133,16 @@ def test_a_check_of_the_own_gradient_alone_is_caught(job, grads, lockstep, monke
             [local_check(p, g, s) for p, g, s in zip(run.params, gradients, run.states, strict=True)],
             catch=NonFiniteError,
         )
+
+
+def test_large_values_that_are_sent_exactly_are_not_blamed():
+    opt = qcomp.Adam(learning_rate=0.1)
+
+    def rank_main(comm):
+        params = [np.ones(3), np.ones(3)]
+        state = opt.init(params, comm, ("a", "b"))
+        grads = [np.full(3, 1e40), np.full(3, np.inf if comm.rank else 1e40)]
+        with pytest.raises(NonFiniteError, match=r"^the gradient of 'b' on rank 1 is not finite"):
+            opt.step(params, grads, state, comm)
+
+    run_local(2, rank_main)

@@ -100,7 +100,7 @@ def test_every_optimizer_is_in_the_table():
 @pytest.mark.parametrize("name", EVERY)
 def test_every_stage_is_reached(whole_runs, name):
     """Otherwise the test above would not stop in it."""
-    assert set(whole_run(whole_runs, name)[0].stages) == EVERY[name].stages
+    assert set(whole_run(whole_runs, name)[0].stages) == {*EVERY[name].stages}
 
 
 @pytest.mark.quick_cases(2)

@@ -19,7 +19,7 @@ Array = Any
 @jax.jit
 def finish_mean(total: Array, count: Array) -> Array:
     """Return a sum over ranks divided by their number; see `qcomp.core.primitives.finish_mean`."""
-    return flush(divide(total, count))
+    return flush(divide(total, count), exact=True)
 
 
 @jax.jit

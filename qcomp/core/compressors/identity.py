@@ -22,8 +22,9 @@ class Identity(Compressor):
 
     Notes
     -----
-    Sends 64 bits per element of float64 and 32 of every other dtype. Payloads and decompressed arrays hold copies of
-    the values. Inside a mean, where nobody else sees them, values are not copied.
+    Sends 64 bits per element of float64 and 32 of every other dtype. Values in float64 must be below
+    2^996 in magnitude, and count as 0 below 2^-1022: no scale in float32 is involved. Payloads and decompressed arrays
+    hold copies of the values. Inside a mean, where nobody else sees them, values are not copied.
 
     Examples
     --------

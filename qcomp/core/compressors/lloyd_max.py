@@ -144,7 +144,7 @@ class LloydMax(BucketedCompressor):
             level = level + (upper - lower) * xp.astype(above, rows.dtype)
         sign = xp.asarray(len(levels), dtype=xp.uint8, device=device(rows))
         step = mean_abs(rows, block.filled) if self.bits == 1 else _step(magnitude, level, block.filled)
-        return xp.where(rows < 0, codes + sign, codes), (step,)
+        return codes + sign * xp.astype(rows < 0, xp.uint8), (step,)
 
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
         """Return the signed level times the step, an exact product."""
@@ -155,8 +155,7 @@ class LloydMax(BucketedCompressor):
         level = xp.full(codes.shape, float(levels[0]), dtype=step.dtype, device=device(codes))
         for place, (lower, upper) in enumerate(pairwise(levels)):
             level = level + (upper - lower) * xp.astype(number > place, step.dtype)
-        magnitude = level * step
-        return xp.where(codes >= len(levels), -magnitude, magnitude)
+        return level * (1.0 - 2.0 * xp.astype(codes >= len(levels), step.dtype)) * step
 
 
 def _step(magnitude: Array, level: Array, filled: int) -> Array:

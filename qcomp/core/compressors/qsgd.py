@@ -153,8 +153,7 @@ class QSGD(BucketedCompressor):
         dtype = xp.uint8 if self.bits <= 8 else xp.int32
         level = xp.astype(level, dtype) + xp.astype(up, dtype)
         sign = xp.asarray(1 << (self.bits - 1), dtype=dtype, device=device(rows))
-        negative = (rows < 0) & (level > 0)
-        return xp.where(negative, level + sign, level), (step,)
+        return level + sign * xp.astype((rows < 0) & (level > 0), dtype), (step,)
 
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
         """Return the signed level times the step, an exact product."""
@@ -162,8 +161,7 @@ class QSGD(BucketedCompressor):
         (step,) = scales
         sign = 1 << (self.bits - 1)
         level = xp.bitwise_and(codes, xp.asarray(sign - 1, dtype=codes.dtype, device=device(codes)))
-        magnitude = xp.astype(level, step.dtype) * step
-        return xp.where(codes > sign, -magnitude, magnitude)
+        return xp.astype(level, step.dtype) * (1.0 - 2.0 * xp.astype(codes > sign, step.dtype)) * step
 
 
 class WideQSGD(QSGD):

@@ -16,7 +16,7 @@ __all__ = ["alone"]
 def alone(
     values: Sequence[Array], what: str, *, shares: bool = False, donate: bool = False
 ) -> Stages[Averaged]:
-    """Return the result of an exchange with oneself: the values, with zero for magnitudes below 2^-126.
+    """Return the result of an exchange with oneself: the values, with zero for too small ones; see `exact_bounds`.
 
     Parameters
     ----------

@@ -254,7 +254,7 @@ class Codec:
     def average(
         self, opened: Sequence[Opened], places: Sequence[Array] | None = None, *, divisor: str = "ranks"
     ) -> list[Array]:
-        """Return the mean over ranks of the segments of a chunk, added in rank order; zero for means below 2^-126.
+        """Return the mean over ranks of the segments of a chunk, added in rank order; see `primitives.finish_mean`.
 
         With ``places``, buffers like all tensors, the means are written there; the returned list may then be empty.
         ``divisor`` is as for `CompressedMean`.

@@ -49,6 +49,7 @@ from qcomp.core.numeric.arrays import (
     detached,
     dtype_name,
     flat,
+    require_apart,
     shaped_like,
     to_compute_dtype,
 )
@@ -460,6 +461,8 @@ class CompressedMean:
             On every rank, if a value on any rank is not finite or too large. The state passed in stays valid. Under
             `jax.jit` nothing can be raised: all means are NaN on every rank, and the caller must keep the old state.
         """
+        if donate or overwrite:
+            require_apart(x, "x")
         computation = self.begin(x, state, Terms(key, donate, blends, overwrite))
         return computation.finish((yield from pipeline(computation.rounds)))
 

@@ -36,6 +36,7 @@ __all__ = [
     "digest",
     "divide",
     "dtype_name",
+    "exact_bounds",
     "flat",
     "flush",
     "flushes_subnormals",
@@ -43,6 +44,7 @@ __all__ = [
     "from_host_bytes",
     "host_bytes",
     "host_numbers",
+    "in_numpy",
     "is_mutable",
     "is_on_host",
     "is_read_late",
@@ -53,6 +55,7 @@ __all__ = [
     "matmul",
     "one_of_each_kind",
     "out_of_range",
+    "require_apart",
     "require_below",
     "require_dense",
     "require_like",
@@ -71,6 +74,9 @@ TINY = 2.0**-126
 
 LIMIT = 2.0**100
 """Magnitudes from here on are refused like infinities; below, no sum, range or norm of a bucket overflows."""
+
+_EXACT_FLOAT64 = 2.0**-1022, 2.0**996
+"""The same two for float64 that is sent exactly: the smallest normal number, and what 2^28 ranks can add up."""
 
 _ITEMSIZE = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
@@ -140,6 +146,15 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
     return tensors
 
 
+def require_apart(values: Any, argument: str) -> None:
+    """Raise ValueError if a list has an array twice that may be written to as the one and then read as the other."""
+    if isinstance(values, list | tuple) and len(set(map(id, values))) < len(values) and is_mutable(values[0]):
+        raise ValueError(
+            f"{argument} has an array twice, and may be written to; expected arrays with memory of their own, or "
+            "donate=False and overwrite=False"
+        )
+
+
 def one_of_each_kind(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return the first tensor of each class, dtype and layout, with its number; the others are like it.
 
@@ -168,6 +183,8 @@ def _why_not(kind: Any) -> str | None:
         return (
             "whose operators differ from those of arrays; expected a numpy.ndarray, such as numpy.asarray(x)"
         )
+    if hasattr(kind, "compute"):  # dask's, which computes what a buffer holds again for each use
+        return "whose values are computed later; expected an array that has its values, such as x.compute()"
     return None
 
 
@@ -241,7 +258,7 @@ def bitcast(x: Array, dtype: Any) -> Array:
         return x
     view = getattr(x, "view", None)
     if view is None:
-        values = _in_numpy(x).copy().view(dtype_name(dtype))
+        values = in_numpy(x).copy().view(dtype_name(dtype))
         return array_namespace(x).asarray(values, device=device(x))
     return (view if _is_dense(x, dtype) else array_namespace(x).concat([x, x[:0]]).view)(dtype)
 
@@ -255,10 +272,15 @@ def _is_dense(x: Array, dtype: Any) -> bool:
     return flags is None or bool(flags.c_contiguous)
 
 
-def _in_numpy(x: Any) -> Any:
-    """Return an array in the memory of the CPU as a NumPy array, through whichever protocol its library has."""
+def in_numpy(x: Any) -> Any:
+    """Return an array in the memory of the CPU as a NumPy array, through whichever protocol its library has.
+
+    The result may share memory with x, and may be read-only.
+    """
     # Not at the top: `import qcomp` loads no array library.
-    return importlib.import_module("array_api_compat.numpy").asarray(x)
+    numpy = importlib.import_module("array_api_compat.numpy")
+    has_dlpack_alone = hasattr(x, "__dlpack__") and not hasattr(x, "__array__")
+    return numpy.from_dlpack(x) if has_dlpack_alone else numpy.asarray(x)
 
 
 def bytes_of(x: Array) -> Array:
@@ -285,7 +307,7 @@ def host_bytes(data: Array) -> bytes:
     data = bytes_of(data)  # as bits, since torch cannot export bfloat16
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
     host = data if to_host is None else to_host()
-    return bytes((host if hasattr(host, "tobytes") else _in_numpy(host)).tobytes())
+    return bytes((host if hasattr(host, "tobytes") else in_numpy(host)).tobytes())
 
 
 def digest(x: Array) -> str:
@@ -310,13 +332,19 @@ def cut_like(joined: Array, sizes: Sequence[int]) -> list[Array]:
     return [joined[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
-def flush(x: Array) -> Array:
-    """Return x with -0 and all magnitudes below 2**-126 replaced by +0.
+def exact_bounds(x: Array) -> tuple[float, float]:
+    """Return `TINY` and `LIMIT` for values like x that are sent exactly: in float64 no scale in float32 limits them."""
+    return _EXACT_FLOAT64 if dtype_name(x.dtype) == "float64" else (TINY, LIMIT)
+
+
+def flush(x: Array, *, exact: bool = False) -> Array:
+    """Return x with -0 and all magnitudes below 2**-126 replaced by +0; exact values in float64 below 2**-1022.
 
     Some devices and compilers flush subnormals and others do not; after this all of them agree.
     """
     xp = array_namespace(x)
-    return xp.where(xp.abs(x) < TINY, xp.zeros_like(x), x)
+    tiny = exact_bounds(x)[0] if exact else TINY
+    return xp.where(xp.abs(x) < tiny, xp.zeros_like(x), x)
 
 
 def flushes_subnormals() -> bool:

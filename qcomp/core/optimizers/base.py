@@ -15,7 +15,7 @@ from qcomp.core.mean.averaging import TakesAveraging
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.stages import Stages, Transport, drive, owned, place_in, require_communicator
 from qcomp.core.mean.topologies.registry import AUTO
-from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.arrays import Array, require_apart
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
 from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
@@ -404,6 +404,8 @@ class Optimizer(TakesAveraging, ABC):
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool, left_out: Collection[int]
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
+        if donate:
+            require_apart(params, "params")
         self.require_own(tensors, state)
         gradients = as_gradients(grads, tensors, state.names)
         if self.compares_gradients and not state.step:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.stages import Stages
-from qcomp.core.numeric.arrays import LIMIT, Array, all_below, to_compute_dtype
+from qcomp.core.numeric.arrays import LIMIT, Array, all_below, exact_bounds, to_compute_dtype
 from qcomp.core.state import OptimizerState
 
 __all__ = ["name_gradients"]
@@ -39,22 +39,29 @@ def name_gradients(
     what : str
         What the error calls the gradients.
     """
-    bad = [name for name, g in zip(names, grads, strict=True) if not _is_fine(g)]
-    texts = yield from gather_texts(json.dumps([bad[:_NAMED], len(bad)]), state.size, grads[0])
-    blamed = [
-        f"{_named(*json.loads(text))} on rank {rank}"
-        for rank, text in enumerate(texts)
-        if json.loads(text)[1]
-    ]
-    if not blamed:
-        return error
-    return NonFiniteError(
-        f"the {what} of {'; of '.join(blamed)} is not finite, or too large to compress, in step {state.step + 1}"
+    # First what cannot even be sent exactly: other large values may have been sent so.
+    own = [_refused(grads, names, exact=exact) for exact in (True, False)]
+    texts = yield from gather_texts(
+        json.dumps([[bad[:_NAMED], len(bad)] for bad in own]), state.size, grads[0]
     )
+    for found in zip(*map(json.loads, texts), strict=True):
+        blamed = [f"{_named(*bad)} on rank {rank}" for rank, bad in enumerate(found) if bad[1]]
+        if blamed:
+            named = "; of ".join(blamed)
+            return NonFiniteError(
+                f"the {what} of {named} is not finite, or too large to compress, in step {state.step + 1}"
+            )
+    return error
 
 
-def _is_fine(gradient: Array) -> bool:
-    return 0 in gradient.shape or bool(all_below(to_compute_dtype(gradient), LIMIT))
+def _refused(grads: Sequence[Array], names: Sequence[str], *, exact: bool) -> list[str]:
+    """Return the names of gradients that cannot be sent, exactly or at all."""
+    values = map(to_compute_dtype, grads)
+    return [
+        name
+        for name, g in zip(names, values, strict=True)
+        if not (0 in g.shape or all_below(g, exact_bounds(g)[1] if exact else LIMIT))
+    ]
 
 
 def _named(first: list[str], count: int) -> str:

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import qcomp
 import qcomp.jax.optax
 from tests.jax_face.on_devices.problems import ALL, DATA, SIGN, bits, mesh_of
+
+nnx = pytest.importorskip("flax.nnx")
 
 CHOSEN = qcomp.ByName(
     {"first/kernel": qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=16)), "*/kernel": SIGN, "*/bias": None}

@@ -163,7 +163,10 @@ class _Share:
         chunk = frame.chunk
         values = [self.call.values[s.tensor][s.start : s.stop] for s in chunk]
         if hop or is_mean:  # into copies of our own, flushed before anything is added
-            values = [flush(x) for x in values]
+            values = [
+                flush(x, exact=compressor.traits.lossless)
+                for x, compressor in zip(values, frame.compressors, strict=True)
+            ]
         blamed: set[int] = set()
         if sealed is not None:
             message, blamed = self._opened(sealed, frame, self._left)
