@@ -124,10 +124,10 @@ def under(kernels: str) -> Callable[[], AbstractContextManager[None]]:
 def has_kernels(compressor: qcomp.Compressor, kernels: str, x: Array) -> bool:
     """Return whether a kernel set supports a compressor on such arrays; the pure version always does."""
     with qcomp.backends.use(kernels):
-        found = chosen(x)
-        if found is None:
+        encode = kernel_of("encode", x)
+        if encode is None:
             return kernels == "pure"
-        return found.encode(compressor, x, None, qcomp.Key(), out=None, blend=None) is not None
+        return encode(compressor, x, None, qcomp.Key(), out=None, blend=None) is not None
 
 
 def calls_of(compressor: qcomp.Compressor | None, arrays: Vectors) -> Calls:

@@ -15,10 +15,10 @@ from qcomp.core.kernels import Coders, KernelSet
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BUILT_IN", "Entry", "UnavailableError", "load", "load_coders", "names"]
+__all__ = ["BUILT_IN", "BuiltIn", "UnavailableError", "load", "load_coders", "names"]
 
 
-class Entry(NamedTuple):
+class BuiltIn(NamedTuple):
     """A kernel set of this package."""
 
     module: str
@@ -30,12 +30,12 @@ class Entry(NamedTuple):
 
 
 BUILT_IN = {
-    "numba": Entry(
+    "numba": BuiltIn(
         "qcomp.backends.numba_cpu.kernel_set", "numba", frozenset({("numpy", "cpu"), ("torch", "cpu")})
     ),
-    "triton": Entry("qcomp.backends.torch_triton.kernel_set", "triton", frozenset({("torch", "cuda")})),
-    "cupy": Entry("qcomp.backends.cupy_cuda.kernel_set", "cuda", frozenset({("cupy", "cuda")})),
-    "jax": Entry(
+    "triton": BuiltIn("qcomp.backends.torch_triton.kernel_set", "triton", frozenset({("torch", "cuda")})),
+    "cupy": BuiltIn("qcomp.backends.cupy_cuda.kernel_set", "cuda", frozenset({("cupy", "cuda")})),
+    "jax": BuiltIn(
         "qcomp.backends.jax_xla", "jax", frozenset({("jax", "cpu"), ("jax", "cuda"), ("jax", "tpu")})
     ),
 }

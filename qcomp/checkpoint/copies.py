@@ -19,8 +19,8 @@ from qcomp.backends.private_folder import made_private
 from qcomp.checkpoint.files import write_whole
 from qcomp.checkpoint.locks import PRESENT, Presence
 from qcomp.core.checkpoint.copies import (
+    CopyPart,
     Generation,
-    Part,
     carry_stages,
     digest_of,
     intact,
@@ -200,7 +200,7 @@ class Copies:
         """Keep this rank's data."""
         rank, size = self._comm.rank, self._comm.size
         generation, content, problem = Generation(step, self._life, size), b"", None
-        own = Part(generation, rank, rank)
+        own = CopyPart(generation, rank, rank)
         what = f"keep a copy of step {step}"
         try:
             if type(step) is not int or step < 0:
@@ -224,7 +224,7 @@ class Copies:
         held = {number: content for number, (source, *_) in enumerate(routes) if source == rank}
         arrived = drive(carry_stages(routes, held, rank=rank, size=size, like=_LIKE), self._comm)
         parts = {own: content} | {
-            Part(generation, routes[number][0], rank): data for number, data in arrived.items()
+            CopyPart(generation, routes[number][0], rank): data for number, data in arrived.items()
         }
         try:
             for part, data in parts.items():

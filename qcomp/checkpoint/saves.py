@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from qcomp.core.checkpoint.gathering import gather_dicts, of_rank
 from qcomp.core.checkpoint.manifest import own_kinds_in, phrase
 from qcomp.core.mean.stages import drive, owned
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.replica import Replica, owner_of
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.private_names.frameworks import saves_one_rank
@@ -39,7 +39,7 @@ class Saves:
     def gather(
         self,
         own: Mapping[str, Any],
-        optimizer: Any,
+        replica: Replica[Any],
         state: OptimizerState,
         comm: Any,
         *,
@@ -52,7 +52,7 @@ class Saves:
         ----------
         own : mapping of str to tensor or scalar
             What this rank saves.
-        optimizer : Optimizer or OuterLoop
+        replica : Replica
             What the state belongs to.
         state : OptimizerState
             The state.
@@ -63,7 +63,7 @@ class Saves:
         root : int
             The rank that gets all, in host memory.
         """
-        owner = owner_of(optimizer, state)._replace(doing=f"gather_states() after step {state.step}")
+        owner = owner_of(replica, state)._replace(doing=f"gather_states() after step {state.step}")
         stages = gather_dicts(own, rank=state.rank, size=state.size, like=like, root=root)
         self.gathered = {
             of_rank(one["rank"], one["size"]): {
@@ -85,7 +85,7 @@ class Saves:
 
     def note(
         self,
-        optimizer: Any,
+        replica: Replica[Any],
         state: OptimizerState,
         saved: Mapping[str, Any],
         comm: Any,
@@ -101,7 +101,7 @@ class Saves:
 
         Parameters
         ----------
-        optimizer, state, comm
+        replica, state, comm
             As for `gather`.
         saved : mapping
             What this rank saves.
@@ -110,7 +110,7 @@ class Saves:
         """
         if state.size == 1 or self._is_gathered or self._has_warned:
             return
-        kinds = own_kinds_in(optimizer, saved)
+        kinds = own_kinds_in(replica, saved)
         framework = saves_one_rank()
         if framework is not None:
             if kinds:

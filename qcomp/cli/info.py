@@ -94,7 +94,7 @@ def gather() -> dict[str, Any]:
     >>> [row["arrays"] for row in gather()["arrays"]][:2]
     ['numpy on cpu', 'torch on cpu']
     """
-    kinds = [_Kind(*kind) for kind in _kinds()]
+    kinds = [_ArrayKind(*kind) for kind in _kinds()]
     missing = {(kind.library, kind.device): kind.missing for kind in kinds if kind.missing is not None}
     return {
         "qcomp": __version__,
@@ -130,7 +130,7 @@ def _find(kind: str, name: str) -> object:
     return topology(name) if kind == "topology" else load(name)
 
 
-class _Kind:
+class _ArrayKind:
     """A kind of array: an array for each dtype, or the reason why there is none."""
 
     def __init__(self, library: str, device: str, make: Callable[[str], Array | None]) -> None:

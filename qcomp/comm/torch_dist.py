@@ -22,7 +22,7 @@ from qcomp.comm.lifelines import Lifelines, lifelines
 from qcomp.comm.patience import Patience, patience
 from qcomp.comm.torch_exchange import UNUSED_TAG, TorchExchange
 from qcomp.comm.torch_library import dist, is_of_transport, torch, transport_errors
-from qcomp.comm.torch_meeting import Meeting
+from qcomp.comm.torch_meeting import StoreMeeting
 from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
@@ -211,7 +211,7 @@ class TorchCommunicator(Verbs):
         self._closed: str | None = None
         self._under_way: dict[int, list[Any]] = {}
         self._waiter = Waiter()
-        meeting = Meeting(
+        meeting = StoreMeeting(
             dist.PrefixStore("meeting", store), rank=rank, size=size, timeout=self.timeout, look_for=look_for
         )
         lines = None

@@ -11,7 +11,7 @@ from qcomp.comm.torch_library import transport_errors
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Meeting"]
+__all__ = ["StoreMeeting"]
 
 _WHO = "TorchCommunicator"
 _FAILED = "failed"
@@ -20,7 +20,7 @@ _RANKS_IN_A_PAUSE = 200
 """With more ranks the pauses are longer, so that the store answers all of them."""
 
 
-class Meeting:
+class StoreMeeting:
     """Ranks that meet in a store.
 
     Parameters

@@ -14,12 +14,12 @@ from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive, owned, through
-from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, from_host_bytes, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.agreement import digests, shared_by_ranks
 from qcomp.core.optimizers.base import Optimizer, require_rank
-from qcomp.core.optimizers.compression import EXACT, Average, Means, Part
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.compression import EXACT, Average, AveragePart, Means
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
@@ -37,7 +37,7 @@ class Facts(NamedTuple):
     bytes_sent: float
 
 
-class _Seen(NamedTuple):
+class _LastSteps(NamedTuple):
     """The samples of a rank's last steps."""
 
     step: int
@@ -45,11 +45,11 @@ class _Seen(NamedTuple):
     means: tuple[Array, ...]
     exact: tuple[Array, ...]
 
-    def and_then(self, step: int, mean: Array, exact: Array, most: int) -> "_Seen":
+    def and_then(self, step: int, mean: Array, exact: Array, most: int) -> "_LastSteps":
         """Return the last ``most`` samples, with one more step; a gap between the steps drops the old ones."""
         if step != self.step + 1 or mean.shape != self.means[-1].shape:
-            return _Seen(step, (mean,), (exact,))
-        return _Seen(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
+            return _LastSteps(step, (mean,), (exact,))
+        return _LastSteps(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
 
     def direction(self) -> float:
         """Return the cosine of both sums."""
@@ -119,7 +119,7 @@ class Diagnostics:
     sample: int = 4096
     replicas_every: int | None = 100
     direction_steps: int = 10
-    _seen: dict[int, "_Seen"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _seen: dict[int, "_LastSteps"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer):
@@ -182,7 +182,7 @@ class Diagnostics:
         """Return the direction of the last steps; NaN before there are enough."""
         if notes.means is None or notes.exact is None:
             return math.nan
-        before = self._seen.get(state.rank, _Seen(-1, (notes.means[:0],), ()))
+        before = self._seen.get(state.rank, _LastSteps(-1, (notes.means[:0],), ()))
         seen = before.and_then(state.step, notes.means, notes.exact, self.direction_steps)
         self._seen[state.rank] = seen
         return seen.direction() if len(seen.means) == self.direction_steps else math.nan
@@ -221,7 +221,7 @@ class Notes:
         self.most = most
         self.of_exact = exact
         """Whether an exact part is recorded where nothing is compressed."""
-        self.part: Part | None = None
+        self.part: AveragePart | None = None
         self.means: Array | None = None
         self.exact: Array | None = None
         self.exchange: MeanState | None = None
@@ -368,9 +368,4 @@ def _cosine(x: Array, y: Array) -> float:
 
 def message_of(facts: Sequence[float], like: Array) -> Array:
     """Return numbers as a buffer."""
-    return _buffer(struct.pack(f"<{len(facts)}d", *facts), like)
-
-
-def _buffer(data: bytes, like: Array) -> Array:
-    xp = array_namespace(like)
-    return xp.asarray(bytearray(data), dtype=xp.uint8, device=device(like))
+    return from_host_bytes(struct.pack(f"<{len(facts)}d", *facts), like)

@@ -8,7 +8,7 @@ from typing import Any
 
 from qcomp.core.errors import MismatchError
 from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
-from qcomp.core.numeric.arrays import Array, array_namespace, device, flushes_subnormals, host_bytes
+from qcomp.core.numeric.arrays import Array, flushes_subnormals, from_host_bytes, host_bytes
 from qcomp.core.reporting import name_ranks
 from qcomp.version import version_and_sources
 
@@ -154,15 +154,10 @@ def agree_stages(problem: Exception | None, *, what: str, size: int, like: Array
 def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
     """Return the text of every rank, in rank order; sends 8 bytes and the text to every other rank."""
     data = text.encode(errors="backslashreplace")  # saved texts and names may have lone surrogates
-    arrived = yield AllGather(_buffer(len(data).to_bytes(8, "little"), like), (8,) * size)
+    arrived = yield AllGather(from_host_bytes(len(data).to_bytes(8, "little"), like), (8,) * size)
     sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)
-    arrived = yield AllGather(_buffer(data, like), sizes)
+    arrived = yield AllGather(from_host_bytes(data, like), sizes)
     return [host_bytes(part).decode(errors="replace") for part in arrived]
-
-
-def _buffer(data: bytes, like: Array) -> Array:
-    xp = array_namespace(like)
-    return xp.asarray(bytearray(data) if data else [], dtype=xp.uint8, device=device(like))
 
 
 def _describe(path: str, values: list[Any]) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["plain_numbers"]
+__all__ = ["plain_numbers", "require"]
 
 _PAIR = tuple[float, float]
 _EXPECTED: dict[Any, str] = {
@@ -54,3 +54,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind in (_PAIR, _PAIR | None):
         return isinstance(value, tuple) and all(_fits(each, float) for each in value)
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require(name: str, value: object, holds: bool, expected: str) -> None:
+    """Raise ValueError unless a condition of an argument holds."""
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; expected {expected}")

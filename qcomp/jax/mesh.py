@@ -19,7 +19,7 @@ from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
-from qcomp.core.optimizers.compression import Average, Compression
+from qcomp.core.optimizers.compression import Average, Compressing
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -123,7 +123,7 @@ class MeshMean:
                 raise ValueError(f"{name} is {given!r} beside averaging={averaging!r}; expected {only!r}")
 
     @cached_property
-    def _compression(self) -> Compression:
+    def _compression(self) -> Compressing:
         mean: CompressedMean = (
             SpmdMean(self.compressor, self.topology, self.feedback, axis_name=self.axis_name)
             if self.averaging is None
@@ -135,7 +135,7 @@ class MeshMean:
             )
         )
         plain = SpmdMean(Identity(), feedback=False, axis_name=self.axis_name)
-        return Compression(mean, self.exact, self.compressors, plain=plain)
+        return Compressing(mean, self.exact, self.compressors, plain=plain)
 
     @cached_property
     def _chosen(self) -> dict[Any, OptimizerState]:

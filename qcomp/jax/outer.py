@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from qcomp.core.mean.stages import Transport
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.state import OptimizerState
-from qcomp.jax.trees import Tree
+from qcomp.jax.trees import OnTrees, Tree
 
 __all__ = ["PytreeOuterLoop"]
 
@@ -17,7 +16,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class PytreeOuterLoop:
+class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
     """A `qcomp.OuterLoop` for a pytree of parameters, over a communicator.
 
     The caller makes the inner steps: compiled, with optax or by hand. The loop runs between them.
@@ -52,18 +51,13 @@ class PytreeOuterLoop:
         if not isinstance(self.loop, OuterLoop):
             raise TypeError(f"loop is {self.loop!r}; expected a qcomp.OuterLoop")
 
-    def init(self, params: PyTree, comm: Transport) -> OptimizerState:
-        """Return the state before the first step; see `OuterLoop.init`.
+    @property
+    def _replica(self) -> OuterLoop:
+        return self.loop
 
-        Parameters
-        ----------
-        params : pytree of arrays
-            The parameters, equal on all ranks.
-        comm : Communicator
-            The ranks that exchange.
-        """
-        tree = Tree.of(params, "params")
-        return self.loop.init(tree.leaves, comm, tree.names)
+    def _of_tree(self, tree: Tree, loaded: Any) -> tuple[PyTree, OptimizerState]:
+        leaves, state = loaded
+        return tree.whole(leaves), state
 
     def average(self, grads: PyTree, state: OptimizerState, comm: Transport) -> PyTree:
         """Return the exact mean of the gradients in the warm-up, then the given ones; see `OuterLoop.average`.
@@ -120,31 +114,3 @@ class PytreeOuterLoop:
             The state to save.
         """
         return self.loop.state_dict(Tree.of_state(params, "params", state.names).leaves, state)
-
-    def load_state_dict(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        params: PyTree,
-        comm: Transport,
-        *,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-    ) -> tuple[PyTree, OptimizerState]:
-        """Return the parameters and the state saved by `state_dict`; see `OuterLoop.load_state_dict`.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict, or those of all ranks that saved.
-        params : pytree of arrays
-            Parameters of the same structure, shapes and dtypes, equal on all ranks.
-        comm : Communicator
-            As for `init`.
-        strict, lost
-            As for `OuterLoop.load_state_dict`.
-        """
-        tree = Tree.of(params, "params")
-        leaves, state = self.loop.load_state_dict(
-            saved, tree.leaves, comm, tree.names, strict=strict, lost=lost
-        )
-        return tree.whole(leaves), state

@@ -22,12 +22,12 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Chunks, Segment
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
-from qcomp.core.mean.factors import Factors, Finish, Plan, serve
+from qcomp.core.mean.factors import FactorPlan, Factors, Finish, serve
 from qcomp.core.mean.framing import Frame
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages
-from qcomp.core.mean.topologies.all_gather import AllGather
+from qcomp.core.mean.topologies.all_gather import GatherAll
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
 from qcomp.core.numeric.arrays import concat
@@ -123,7 +123,7 @@ class _OnAxis:
         return PackedCodec(tensors)
 
 
-class _AllGatherOnAxis(_OnAxis, AllGather):
+class _AllGatherOnAxis(_OnAxis, GatherAll):
     allows_rounds: ClassVar[bool] = False
 
     def stages(self, call: Call) -> Stages[Averaged]:
@@ -185,7 +185,7 @@ def _require_no_axis_of_the_compiler(axis_name: str) -> None:
 
 TOPOLOGIES: dict[str, Callable[[str], Topology]] = {
     TwoPhase.name: _TwoPhaseOnAxis,
-    AllGather.name: _AllGatherOnAxis,
+    GatherAll.name: _AllGatherOnAxis,
 }
 """The topologies that run on an axis of a mesh, made from its name."""
 
@@ -261,7 +261,9 @@ class SpmdPowerSGDMean(PowerSGDMean):
     def _number(self, state: MeanState) -> Any:  # noqa: ARG002 - known when the program runs
         return jax.lax.axis_index(self.axis_name)
 
-    def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
+    def _plan(
+        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState
+    ) -> FactorPlan:
         """Return a plan that any rank can run."""
         plan = super()._plan(shapes, dtypes, state)
         return plan._replace(left=_on_axis(plan.left), right=_on_axis(plan.right))

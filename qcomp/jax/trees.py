@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 
@@ -18,10 +19,10 @@ from qcomp.core.mean.stages import Transport
 from qcomp.core.numeric.arrays import is_traced
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.qsvrg import QSVRG
+from qcomp.core.optimizers.replica import Loaded, Replica
 from qcomp.core.state import OptimizerState
 
-__all__ = ["PytreeMean", "PytreeMeanState", "PytreeOptimizer", "Tree", "names_of"]
+__all__ = ["OnTrees", "PytreeMean", "PytreeMeanState", "PytreeOptimizer", "Tree", "names_of"]
 
 PyTree = Any
 Array = Any
@@ -141,8 +142,61 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
     return Tree.of(tree, "tree").names
 
 
+class OnTrees(ABC, Generic[Loaded]):
+    """Base of what starts and resumes a replica of the core from a pytree."""
+
+    @property
+    @abstractmethod
+    def _replica(self) -> Replica[Any]:
+        """What is started."""
+
+    def _of_tree(self, tree: Tree, loaded: Any) -> Loaded:  # noqa: ARG002
+        """Return what the replica has loaded from the arrays of a tree."""
+        found: Loaded = loaded
+        return found
+
+    def init(self, params: PyTree, comm: Transport) -> OptimizerState:
+        """Return the state before the first step; see `Optimizer.init` and `OuterLoop.init`.
+
+        Parameters
+        ----------
+        params : pytree of arrays
+            The parameters, equal on all ranks.
+        comm : Communicator
+            The ranks.
+        """
+        tree = Tree.of(params, "params")
+        return self._replica.init(tree.leaves, comm, tree.names)
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        params: PyTree,
+        comm: Transport,
+        *,
+        strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
+    ) -> Loaded:
+        """Return the state saved by `state_dict`; see `Optimizer.load_state_dict`.
+
+        That of an outer loop returns the parameters too.
+
+        Parameters
+        ----------
+        saved : mapping of str to array or scalar, or sequence of them
+            This rank's own dict, or those of all ranks that saved.
+        params, comm
+            As for `init`; with an outer loop, parameters with any values.
+        strict, lost
+            As for `Optimizer.load_state_dict`.
+        """
+        tree = Tree.of(params, "params")
+        loaded = self._replica.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict, lost=lost)
+        return self._of_tree(tree, loaded)
+
+
 @dataclass(frozen=True)
-class PytreeOptimizer:
+class PytreeOptimizer(OnTrees[OptimizerState]):
     """An optimizer of qcomp for a pytree of parameters, over a communicator.
 
     For steps inside `jax.jit`, see `qcomp.jax.optax`. Here each step runs compiled kernels one after the other, and the
@@ -151,7 +205,7 @@ class PytreeOptimizer:
     Parameters
     ----------
     optimizer : Optimizer
-        Any optimizer of qcomp but `qcomp.QSVRG`, whose steps take two gradients.
+        Any optimizer of qcomp whose steps take one gradient.
 
     Raises
     ------
@@ -184,24 +238,15 @@ class PytreeOptimizer:
             raise TypeError(
                 f"optimizer is {self.optimizer!r}; expected an optimizer such as qcomp.OneBitAdam(...)"
             )
-        if isinstance(self.optimizer, QSVRG):
+        if self.optimizer.two_gradients:
             raise TypeError(
-                "optimizer is a QSVRG; expected one that steps with one gradient: each of its steps takes two, at the "
-                "parameters and at the snapshot. Give its own step the arrays of jax.tree.leaves"
+                f"optimizer is a {type(self.optimizer).__name__}; expected one that steps with one gradient: "
+                f"{self.optimizer.two_gradients}. Give its own step the arrays of jax.tree.leaves"
             )
 
-    def init(self, params: PyTree, comm: Transport) -> OptimizerState:
-        """Return the state before the first step; see `Optimizer.init`.
-
-        Parameters
-        ----------
-        params : pytree of arrays
-            The parameters, equal on all ranks.
-        comm : Communicator
-            The ranks.
-        """
-        tree = Tree.of(params, "params")
-        return self.optimizer.init(tree.leaves, comm, tree.names)
+    @property
+    def _replica(self) -> Optimizer:
+        return self.optimizer
 
     def step(
         self, params: PyTree, grads: PyTree, state: OptimizerState, comm: Transport, *, donate: bool = False
@@ -251,29 +296,6 @@ class PytreeOptimizer:
             The state to save.
         """
         return self.optimizer.state_dict(state)
-
-    def load_state_dict(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        params: PyTree,
-        comm: Transport,
-        *,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-    ) -> OptimizerState:
-        """Return the state saved by `state_dict`; see `Optimizer.load_state_dict`.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict, or those of all ranks that saved.
-        params, comm
-            As for `init`.
-        strict, lost
-            As for `Optimizer.load_state_dict`.
-        """
-        tree = Tree.of(params, "params")
-        return self.optimizer.load_state_dict(saved, tree.leaves, comm, tree.names, strict=strict, lost=lost)
 
 
 class PytreeMeanState(NamedTuple):

@@ -4,13 +4,9 @@ import math
 from dataclasses import dataclass
 
 from qcomp.core.mean.costs import INSIDE, Cluster, Link
+from qcomp.core.settings import require
 
 __all__ = ["INSIDE", "Cluster", "Job", "Link"]
-
-
-def _require(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -54,15 +50,13 @@ class Job:
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        _require("params", self.params, self.params >= 1, "at least 1")
-        _require("compute", self.compute, 0 <= self.compute < math.inf, "seconds, at least 0")
-        _require("gradient_bytes", self.gradient_bytes, self.gradient_bytes in (2, 4), "2 or 4")
-        _require("exact", self.exact, 0 <= self.exact <= self.params, f"0 to {self.params}, all parameters")
-        _require("overlap", self.overlap, 0 <= self.overlap <= 1, "a share from 0 to 1")
-        _require("tensors", self.tensors, self.tensors >= 1, "at least 1")
-        _require("buckets", self.buckets, self.buckets >= 1, "at least 1")
+        require("params", self.params, self.params >= 1, "at least 1")
+        require("compute", self.compute, 0 <= self.compute < math.inf, "seconds, at least 0")
+        require("gradient_bytes", self.gradient_bytes, self.gradient_bytes in (2, 4), "2 or 4")
+        require("exact", self.exact, 0 <= self.exact <= self.params, f"0 to {self.params}, all parameters")
+        require("overlap", self.overlap, 0 <= self.overlap <= 1, "a share from 0 to 1")
+        require("tensors", self.tensors, self.tensors >= 1, "at least 1")
+        require("buckets", self.buckets, self.buckets >= 1, "at least 1")
         if self.shapes:
             elements = sum(map(math.prod, self.shapes))
-            _require(
-                "shapes", f"of {elements} elements", elements == self.params, f"{self.params}, as params"
-            )
+            require("shapes", f"of {elements} elements", elements == self.params, f"{self.params}, as params")

@@ -15,13 +15,13 @@ from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.payload import Payload
 from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
 
-__all__ = ["Case", "Compressed"]
+__all__ = ["Case", "Encoding"]
 
 Array = np.ndarray[Any, Any]
 Source = Callable[[Key, Block], Any]
 
 
-class Compressed(NamedTuple):
+class Encoding(NamedTuple):
     """The result of compressing a vector."""
 
     data: bytes
@@ -56,7 +56,7 @@ class Case:
         """Return a NumPy array in the library of the case, in the same dtype unless another is given."""
         return to_library(self.xp, values, dtype)
 
-    def compress(self, x: Array, *, key: Key = Key(seed=1), source: Source | None = None) -> Compressed:  # noqa: B008
+    def compress(self, x: Array, *, key: Key = Key(seed=1), source: Source | None = None) -> Encoding:  # noqa: B008
         """Compress and decompress x."""
         return self._run([self.array(x)], key, source)
 
@@ -67,15 +67,15 @@ class Case:
         *,
         key: Key = Key(seed=1),  # noqa: B008
         dtype: str | None = None,
-    ) -> Compressed:
+    ) -> Encoding:
         """Compress x plus the residual, in another dtype if given, and decompress."""
         return self._run([self.array(x, dtype), self.array(residual)], key, None)
 
-    def _run(self, arrays: list[Any], key: Key, source: Source | None) -> Compressed:
+    def _run(self, arrays: list[Any], key: Key, source: Source | None) -> Encoding:
         run = self._jitted if self.jit else self._eager
         with np.errstate(all="ignore"):  # NumPy warns of overflow before the documented error
             data, decoded, lost = run(arrays, key, source)
-        return Compressed(to_numpy(data).tobytes(), to_numpy(decoded), to_numpy(lost))
+        return Encoding(to_numpy(data).tobytes(), to_numpy(decoded), to_numpy(lost))
 
     def _eager(self, arrays: list[Any], key: Key, source: Source | None) -> tuple[Any, Any, Any]:
         x, *residual = arrays

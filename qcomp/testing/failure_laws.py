@@ -11,7 +11,7 @@ from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
-from qcomp.testing.means import SPECS, World, average, bits, held_by, inputs, refused
+from qcomp.testing.means import SPECS, Peers, average, bits, held_by, inputs, refused
 from qcomp.testing.turns import lockstep
 
 __all__ = [
@@ -29,7 +29,7 @@ _SECONDS = 30.0
 """Time in which ranks in threads must end; a law takes a fraction of a second."""
 
 
-def refusals_are_shared(world: World) -> None:
+def refusals_are_shared(world: Peers) -> None:
     """A non-finite value on any rank raises NonFiniteError on all ranks in the same stage, and changes nothing."""
     mean = world.mean()
     for bad in world.ranks:
@@ -41,7 +41,7 @@ def refusals_are_shared(world: World) -> None:
             pass
 
 
-def servers_refuse_too(world: World) -> None:
+def servers_refuse_too(world: Peers) -> None:
     """A server that can compress no mean, since its residual is not finite, stops all ranks in the same stage."""
     for spec in (SPECS[0], CODED):
         mean = world.mean(spec)
@@ -59,7 +59,7 @@ def servers_refuse_too(world: World) -> None:
             assert _held(broken) == before, "residuals were written to before all servers accepted"
 
 
-def refusals(world: World, spec: str | QSGD) -> Iterator[tuple[int, list[Exception]]]:
+def refusals(world: Peers, spec: str | QSGD) -> Iterator[tuple[int, list[Exception]]]:
     """Yield, for values on each rank and in several chunks, the bad rank and the error that each rank raises."""
     places = [(0, 0), (2, 0), (3, 37), (3, 161)]
     mean = world.mean(spec)
@@ -81,7 +81,7 @@ def refusals(world: World, spec: str | QSGD) -> Iterator[tuple[int, list[Excepti
     assert bits(again.means) == bits(expected.means), "after a refusal, the next call gives another result"
 
 
-def damage_is_noticed(world: World) -> None:
+def damage_is_noticed(world: Peers) -> None:
     """A message of another size raises PayloadError, which names its sender."""
     if world.is_exact:
         return
@@ -97,7 +97,7 @@ def damage_is_noticed(world: World) -> None:
             assert f"rank {sender}" in text, f"the error does not name rank {sender}: {text}"
 
 
-def _senders_to_first(world: World, mean: CompressedMean, damaged: int | None = None) -> list[int]:
+def _senders_to_first(world: Peers, mean: CompressedMean, damaged: int | None = None) -> list[int]:
     """Return the ranks that send rank 0 something in the first exchange in which any other rank does.
 
     With ``damaged``, that rank's message in this exchange lacks 8 bytes. Exchanges that announce lengths are skipped.
@@ -124,7 +124,7 @@ def _senders_to_first(world: World, mean: CompressedMean, damaged: int | None = 
     return found
 
 
-def over_a_communicator(world: World) -> None:
+def over_a_communicator(world: Peers) -> None:
     """Over a communicator it returns the same as the stages, and no rank waits for a rank that refuses."""
     mean = world.mean()
     found = average(mean, world.values(0), world.start(mean, inputs(0, 0)))

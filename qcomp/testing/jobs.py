@@ -18,8 +18,8 @@ __all__ = [
     "NAMES",
     "SHAPES",
     "STEPS",
-    "Job",
     "OptimizerCase",
+    "Ranks",
     "Vector",
     "bytes_of",
     "difference",
@@ -55,7 +55,7 @@ class OptimizerCase:
         """Return NumPy arrays in the library."""
         return [to_library(self.xp, x) for x in values]
 
-    def start(self, size: int, dtype: str = "float32") -> "Job":
+    def start(self, size: int, dtype: str = "float32") -> "Ranks":
         """Return a job of ``size`` ranks before its first step."""
         first = [np.ones(shape, dtype) for shape in SHAPES]
         params = [self.arrays(first) for _ in range(size)]
@@ -65,7 +65,7 @@ class OptimizerCase:
                 for rank, p in enumerate(params)
             ]
         )
-        return Job(self, params, states)
+        return Ranks(self, params, states)
 
     def having(self, **settings: Any) -> "OptimizerCase | None":
         """Return the case with other settings; None if the optimizer refuses them by ValueError, which is allowed."""
@@ -75,7 +75,7 @@ class OptimizerCase:
             return None
 
     @cached_property
-    def whole_run(self) -> "list[Job]":
+    def whole_run(self) -> "list[Ranks]":
         """A run of two ranks: the job at the start and after each step."""
         jobs = [self.start(2)]
         for step in range(STEPS):
@@ -85,16 +85,16 @@ class OptimizerCase:
 
 
 @dataclass
-class Job:
+class Ranks:
     """The parameters and states of all ranks of a job."""
 
     case: OptimizerCase
     params: list[list[Any]]
     states: list[OptimizerState]
 
-    def copy(self) -> "Job":
+    def copy(self) -> "Ranks":
         """Return a copy that can go on independently."""
-        return Job(self.case, list(self.params), list(self.states))
+        return Ranks(self.case, list(self.params), list(self.states))
 
     @property
     def size(self) -> int:
@@ -157,7 +157,7 @@ def resumed(
             for rank, (own, p) in enumerate(zip(dicts, params, strict=True))
         ]
     )
-    job = Job(OptimizerCase(optimizer, np), [list(p) for p in params], states)
+    job = Ranks(OptimizerCase(optimizer, np), [list(p) for p in params], states)
     for _ in range(steps):
         job.step(job.states[0].step)
     return job.held()
@@ -177,7 +177,7 @@ def difference(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str | No
     return next((key for key in keys if one.get(key) != other.get(key)), None)
 
 
-def require_same(found: Job, expected: Job, when: str) -> None:
+def require_same(found: Ranks, expected: Ranks, when: str) -> None:
     """Raise AssertionError, naming the first entry that differs, unless two jobs hold the same."""
     for rank, (one, other) in enumerate(zip(found.held(), expected.held(), strict=True)):
         key = difference(one, other)

@@ -26,7 +26,7 @@ _RANKS = 2
 _WAYS = ("without feedback", "with feedback", "with values that are used up", "with momenta")
 
 
-class _Tensors(NamedTuple):
+class _FlatTensors(NamedTuple):
     """Arguments of a comparison: flat tensors of a library."""
 
     values: list[Any]
@@ -77,8 +77,8 @@ def _operands(compressors: Sequence[Compressor]) -> Operands:
     return Operands(tuple(chosen), tuple(sizes), dtypes, 0, Nodes.of(_RANKS, ()), cut)
 
 
-def _tensors(xp: Namespace, operands: Operands, rank: int) -> _Tensors:
-    return _Tensors(
+def _tensors(xp: Namespace, operands: Operands, rank: int) -> _FlatTensors:
+    return _FlatTensors(
         *(
             [
                 to_library(xp, vector("gaussian", size, 100 * kind + 10 * rank + i))
@@ -95,7 +95,7 @@ def _frames(operands: Operands) -> list[Frame]:
     return [operands.frame(chunk) for chunk in (first, (), *others)]
 
 
-def _encoded(codec: Codec, operands: Operands, tensors: _Tensors, way: str, key: Key) -> Compressed:
+def _encoded(codec: Codec, operands: Operands, tensors: _FlatTensors, way: str, key: Key) -> Compressed:
     return codec.encode(
         _frames(operands),
         tensors.values,

@@ -24,7 +24,7 @@ __all__ = [
     "SHAPES",
     "SPECS",
     "Outcome",
-    "World",
+    "Peers",
     "average",
     "bits",
     "draws_of",
@@ -56,7 +56,7 @@ NODES = {
 
 
 @dataclass(frozen=True)
-class World:
+class Peers:
     """A registered topology, and the node of each rank."""
 
     topology: str
@@ -134,7 +134,7 @@ def average(
     return Outcome(results[0][0], [state for _, state in results])
 
 
-def means_of(world: World, inputs_of: Sequence[tuple[str, int]]) -> list[bytes]:
+def means_of(world: Peers, inputs_of: Sequence[tuple[str, int]]) -> list[bytes]:
     """Return the bytes of means and residuals, for compressors and steps."""
     found = []
     for spec, step in inputs_of:
@@ -145,7 +145,7 @@ def means_of(world: World, inputs_of: Sequence[tuple[str, int]]) -> list[bytes]:
     return found
 
 
-def of_registered(topology: Topology, arguments: tuple[World, Sequence[tuple[str, int]]]) -> list[bytes]:
+def of_registered(topology: Topology, arguments: tuple[Peers, Sequence[tuple[str, int]]]) -> list[bytes]:
     """Return `means_of` in a process that does not know the topology yet."""
     register(topology)
     return means_of(*arguments)

@@ -19,8 +19,8 @@ from qcomp.testing.jobs import (
     NAMES,
     SHAPES,
     STEPS,
-    Job,
     OptimizerCase,
+    Ranks,
     Vector,
     bytes_of,
     difference,
@@ -143,7 +143,7 @@ def only_results_are_new(case: OptimizerCase) -> None:
         _require_drawn(grads, job, step)
 
 
-def _require_drawn(grads: Sequence[Any], job: Job, step: int) -> None:
+def _require_drawn(grads: Sequence[Any], job: Ranks, step: int) -> None:
     """Raise AssertionError unless gradients are as a job draws them for a step."""
     for given, drawn in zip(grads, job.grads(step), strict=True):
         same = list(map(bytes_of, given)) == list(map(bytes_of, drawn))
@@ -195,7 +195,7 @@ def saved_after_any_step(case: OptimizerCase) -> None:
             case.optimizer.load_stages(own, p, rank=rank, size=2, host="one", names=NAMES)
             for rank, (own, p) in enumerate(zip(dicts, saved.params, strict=True))
         ]
-        job = Job(case, list(saved.params), lockstep(stages))
+        job = Ranks(case, list(saved.params), lockstep(stages))
         require_same(job, saved, f"saved after {stop} steps and loaded")
         for step in range(stop, min(stop + 2, STEPS)):
             job.step(step)
@@ -221,7 +221,7 @@ def counts_are_kept(case: OptimizerCase) -> None:
     last = case.whole_run[-1]
     for step, skipped in ((255, 3), (65_535, 300), (2**31 - 1, 1), (2**32, 70_000)):
         states = [s._replace(step=step, skipped=skipped) for s in last.states]
-        job = Job(case, list(last.params), states)
+        job = Ranks(case, list(last.params), states)
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in states]
         loaded = lockstep(
             [
@@ -264,7 +264,7 @@ def refusals_are_shared(case: OptimizerCase) -> None:
             drawn[1][tensor].flat[3] = bad
             grads = [case.arrays(x) for x in drawn]
             where = f"{bad} in {NAMES[tensor]!r} on rank 1 after {step} steps"
-            raised = Job(raising, list(job.params), list(job.states))
+            raised = Ranks(raising, list(job.params), list(job.states))
             stopped = raised.stages(grads, donate=tensor % 2 == step % 2)
             for rank, error in enumerate(lockstep(stopped, catch=NonFiniteError)):
                 assert isinstance(error, NonFiniteError), f"{where}: rank {rank} makes its step"
@@ -272,11 +272,11 @@ def refusals_are_shared(case: OptimizerCase) -> None:
             assert key is None, f"{where}: {key!r} has changed"
             if skipping is None:
                 continue
-            skipped = Job(skipping, list(job.params), list(job.states))
+            skipped = Ranks(skipping, list(job.params), list(job.states))
             skipped.take(skipped.stages(grads))
             counts = [s.skipped for s in skipped.states]
             assert counts == [1, 1], f"{where}, with nonfinite='skip': states count {counts} skipped steps"
-            unmoved = Job(case, skipped.params, [s._replace(skipped=0) for s in skipped.states])
+            unmoved = Ranks(case, skipped.params, [s._replace(skipped=0) for s in skipped.states])
             require_same(unmoved, job, f"{where}, with nonfinite='skip'")
 
 
@@ -317,7 +317,7 @@ def over_a_communicator(case: OptimizerCase) -> None:
         return params, state
 
     results = run_local(size, rank_main, timeout=_SECONDS, hosts=["one"] * size)
-    found = Job(case, [params for params, _ in results], [state for _, state in results])
+    found = Ranks(case, [params for params, _ in results], [state for _, state in results])
     require_same(found, expected, "after 4 steps over a communicator")
 
 
@@ -336,7 +336,7 @@ def another_world_goes_on(case: OptimizerCase) -> None:
         assert len(set(refused)) == 1, "some ranks load the dicts of another world, and others refuse them"
         if refused[0]:
             continue
-        job, step = Job(case, [list(saved.params[0]) for _ in range(size)], states), saved.states[0].step
+        job, step = Ranks(case, [list(saved.params[0]) for _ in range(size)], states), saved.states[0].step
         assert [s.step for s in states] == [step] * size, (
             f"dicts of step {step} load as steps {[s.step for s in states]}"
         )
@@ -348,7 +348,7 @@ def another_world_goes_on(case: OptimizerCase) -> None:
         assert held == held[:1] * size, f"loaded after {step} steps on {size} ranks, these then differ"
 
 
-def _require_kept(loaded: Job, saved: Job) -> None:
+def _require_kept(loaded: Ranks, saved: Ranks) -> None:
     """Raise AssertionError unless the means of moments over the ranks, and what these owe, are those before a save."""
     where = f"loaded after {saved.states[0].step} steps on {loaded.size} ranks"
     after = _of_all_ranks(loaded)
@@ -360,7 +360,7 @@ def _require_kept(loaded: Job, saved: Job) -> None:
         assert same, f"{where}, the mean of {kind} over the ranks is not that of the ranks that saved"
 
 
-def _of_all_ranks(job: Job) -> dict[str, tuple[list[Vector], float]]:
+def _of_all_ranks(job: Ranks) -> dict[str, tuple[list[Vector], float]]:
     """Return the means over the ranks of each kind of array, and what residuals owe, with the largest magnitudes."""
     of_ranks = [{"momentum": s.momentum, "variance": s.variance, **s.arrays} for s in job.states]
     drawn = {

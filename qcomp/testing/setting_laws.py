@@ -16,8 +16,8 @@ from qcomp.testing.jobs import (
     NAMES,
     SHAPES,
     STEPS,
-    Job,
     OptimizerCase,
+    Ranks,
     Vector,
     bytes_of,
     difference,
@@ -204,7 +204,7 @@ def long_tensors_move_to_the_end(case: OptimizerCase) -> None:
     stages = [
         exact.optimizer.init_stages([first], rank=rank, size=2, host="one", names=NAMES[:1]) for rank in ranks
     ]
-    job = Job(exact, [[first], [first]], lockstep(stages))
+    job = Ranks(exact, [[first], [first]], lockstep(stages))
     for _ in range(3):
         job.take(job.stages([exact.arrays([np.full(70_003, 1 + rank, np.float32)]) for rank in ranks]))
     still = np.flatnonzero(to_numpy(job.params[0][0]) >= 1)
@@ -336,7 +336,7 @@ def _without_loss(case: OptimizerCase) -> OptimizerCase | None:
     return case.having(**lossless) if lossless or all(case.start(1).states[0].exact) else None
 
 
-def _params(job: Job) -> list[bytes]:
+def _params(job: Ranks) -> list[bytes]:
     return list(map(bytes_of, job.params[0]))
 
 

@@ -9,7 +9,7 @@ from qcomp.core.mean.topologies.base import Topology
 from qcomp.core.mean.topologies.registry import register
 from qcomp.core.numeric.random import Key
 from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
-from qcomp.testing.means import NODES, SPECS, World, average, inputs
+from qcomp.testing.means import NODES, SPECS, Peers, average, inputs
 from qcomp.testing.promises import Attempt, Contract
 from qcomp.testing.topology_laws import OF_MANY_RANKS, TOPOLOGY_LAWS
 
@@ -58,7 +58,7 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
     """Return the laws about a topology."""
     register(topology)
     worlds = worlds_of(topology, thorough=thorough)
-    many = [World(topology.name, tuple(range(size))) for size in (7, 17)]
+    many = [Peers(topology.name, tuple(range(size))) for size in (7, 17)]
     groups: list[Sequence[Attempt]] = [
         [
             (law.__name__, partial(_in_each, law, [*worlds, *many] if law in OF_MANY_RANKS else worlds))
@@ -67,19 +67,19 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
         for group in TOPOLOGY_LAWS
     ]
     if xp is not np:
-        on = World(topology.name, worlds[-1].nodes)
+        on = Peers(topology.name, worlds[-1].nodes)
         groups.append([("same_as_on_numpy", lambda: same_as_on_numpy(on, xp))])
     return Contract(f"the topology {topology.name!r} on {library_name(xp)}", groups)
 
 
-def worlds_of(topology: Topology, *, thorough: bool) -> list[World]:
+def worlds_of(topology: Topology, *, thorough: bool) -> list[Peers]:
     """Return worlds of one to five ranks, and one with shared nodes for one that wants nodes; all such if thorough."""
     shared = tuple(NODES.values()) if thorough else (NODES["3 and 2"],)
-    separate = [World(topology.name, tuple(range(n))) for n in range(1, 6)]
-    return separate + [World(topology.name, nodes) for nodes in shared if topology.wants_nodes]
+    separate = [Peers(topology.name, tuple(range(n))) for n in range(1, 6)]
+    return separate + [Peers(topology.name, nodes) for nodes in shared if topology.wants_nodes]
 
 
-def _in_each(law: Callable[[World], None], worlds: Sequence[World]) -> None:
+def _in_each(law: Callable[[Peers], None], worlds: Sequence[Peers]) -> None:
     """Check a law in several worlds, the smallest first; an error names the world."""
     for world in worlds:
         try:
@@ -91,7 +91,7 @@ def _in_each(law: Callable[[World], None], worlds: Sequence[World]) -> None:
             raise AssertionError(f"{kind}{text} ({where})") from error
 
 
-def same_as_on_numpy(world: World, xp: Namespace) -> None:
+def same_as_on_numpy(world: Peers, xp: Namespace) -> None:
     """Means and residuals in another library have the same bytes as on NumPy."""
     for spec in SPECS[:2]:
         mean, held = world.mean(spec), []

@@ -1,4 +1,4 @@
-"""The laws of topologies, each a function that raises AssertionError if a `World` breaks it."""
+"""The laws of topologies, each a function that raises AssertionError if a `Peers` breaks it."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ from qcomp.testing.failure_laws import (
 from qcomp.testing.means import (
     SHAPES,
     SPECS,
-    World,
+    Peers,
     average,
     bits,
     draws_of,
@@ -45,7 +45,7 @@ from qcomp.testing.turns import bytes_to_others, lockstep, watched
 __all__ = ["OF_MANY_RANKS", "TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
 
 
-def ranks_agree(world: World) -> None:
+def ranks_agree(world: Peers) -> None:
     """All ranks request the same exchanges and hold the same means, which have the shapes and dtypes of the values."""
     for spec in SPECS:
         mean = world.mean(spec)
@@ -57,7 +57,7 @@ def ranks_agree(world: World) -> None:
             assert found == wanted, f"the means have shapes and dtypes {found}; the values {wanted}"
 
 
-def exact_without_loss(world: World) -> None:
+def exact_without_loss(world: Peers) -> None:
     """With a lossless compressor the result is the mean, up to the rounding of the additions, in its own memory."""
     for feedback, shapes in ((True, SHAPES), (False, SHAPES), (False, ((2**17 + 7,),))):
         mean = world.mean("identity", feedback=feedback)
@@ -77,7 +77,7 @@ def exact_without_loss(world: World) -> None:
             assert not shared, f"the mean of tensor {i} shares memory with a rank's values"
 
 
-def fewer_buckets_than_ranks(world: World) -> None:
+def fewer_buckets_than_ranks(world: Peers) -> None:
     """It averages one short tensor, and tensors without elements."""
     for shapes in ([(20,)], [(3,)], [(0,)], [(0,), (2, 0)]):
         for spec in SPECS[:2]:
@@ -90,7 +90,7 @@ def fewer_buckets_than_ranks(world: World) -> None:
             assert found == shapes, f"the means of tensors of shapes {shapes} have shapes {found}"
 
 
-def own_precision(world: World) -> None:
+def own_precision(world: Peers) -> None:
     """Each tensor keeps its dtype; it is computed in float32 or float64, in which its residuals are kept."""
     for dtype in ("float16", "float32", "float64"):
         mean = world.mean("minmax:bucket_size=16")
@@ -117,7 +117,7 @@ def own_precision(world: World) -> None:
                 assert np.allclose(got, exact, rtol=1e-6, atol=0), "tensors of two dtypes have a wrong mean"
 
 
-def residuals_as_laid_out(world: World) -> None:
+def residuals_as_laid_out(world: Peers) -> None:
     """The first residuals are zeros for the ranges of the layout, which give no element two servers."""
     mean = world.mean()
     served = [np.zeros(math.prod(shape), int) for shape in SHAPES]
@@ -139,7 +139,7 @@ def residuals_as_laid_out(world: World) -> None:
     )
 
 
-def nothing_owed_without_feedback(world: World) -> None:
+def nothing_owed_without_feedback(world: Peers) -> None:
     """Without feedback, states keep no residuals and do not change."""
     mean = world.mean("qsgd:bucket_size=16", feedback=False)
     states = world.start(mean, inputs(0, 0))
@@ -148,7 +148,7 @@ def nothing_owed_without_feedback(world: World) -> None:
     assert all(s.worker == s.server == () for s in after), "residuals are kept without feedback"
 
 
-def sum_identity(world: World) -> None:
+def sum_identity(world: Peers) -> None:
     """The means add up to the exact means, minus what the residuals of all ranks hold, in float64 and float32."""
     uneven = [*SHAPES, (10_007,)]  # leaves a rest in every division into blocks
     for spec in SPECS[:3:2]:
@@ -158,7 +158,7 @@ def sum_identity(world: World) -> None:
         require_sum_identity(world.mean(spec), world.nodes)
 
 
-def only_results_are_new(world: World) -> None:
+def only_results_are_new(world: Peers) -> None:
     """Values, old residuals and earlier means are not written to, so the same call gives the same result again."""
     for spec in SPECS[:2]:
         mean = world.mean(spec)
@@ -173,7 +173,7 @@ def only_results_are_new(world: World) -> None:
         assert bits(earlier) == held, "a later call writes to the means of an earlier one"
 
 
-def donation_changes_nothing(world: World) -> None:
+def donation_changes_nothing(world: Peers) -> None:
     """Values that may be overwritten give the same result, also if they are blended into momenta."""
     mean = world.mean()
     momenta = inputs(77, 0)
@@ -194,7 +194,7 @@ def donation_changes_nothing(world: World) -> None:
     assert bits(momenta) == bits(inputs(77, 0)), "momenta were written to"
 
 
-def overwriting_changes_nothing(world: World) -> None:
+def overwriting_changes_nothing(world: Peers) -> None:
     """Means that may overwrite the buffers of the values are the same, and use these buffers."""
     for spec in (*SPECS[:2], "identity"):
         mean = world.mean(spec)
@@ -214,7 +214,7 @@ def overwriting_changes_nothing(world: World) -> None:
                 assert taken, "with overwrite, the means take new buffers: see Call.places and decode_means"
 
 
-def side_by_side(world: World) -> None:
+def side_by_side(world: Peers) -> None:
     """Fused with other means, or pipelined with them, it gives the same result."""
     other = "all_gather" if world.topology != "all_gather" else "ring"
     means = [
@@ -234,7 +234,7 @@ def side_by_side(world: World) -> None:
             assert same, f"beside other means, with {how.__name__}, it gives another result"
 
 
-def rounds_change_nothing(world: World) -> None:
+def rounds_change_nothing(world: Peers) -> None:
     """If it allows rounds, several rounds give the same means and residuals as one."""
     resolved = topology(world.topology)
     if not resolved.allows_rounds or world.is_exact:
@@ -263,7 +263,7 @@ def rounds_change_nothing(world: World) -> None:
             assert same, f"with {spec}, a mean in rounds leaves other residuals on rank {rank}"
 
 
-def coding_changes_nothing(world: World) -> None:
+def coding_changes_nothing(world: Peers) -> None:
     """Payloads whose length depends on the values give the same means and residuals as plain payloads."""
     for coding in ("elias", "range"):
         for levels in (7, 700):
@@ -282,13 +282,13 @@ def coding_changes_nothing(world: World) -> None:
             assert held[0] == held[1], f"payloads of variable length ({coded}) give another result"
 
 
-def stays_unbiased(world: World) -> None:
+def stays_unbiased(world: Peers) -> None:
     """An unbiased compressor has an unbiased mean."""
     distance = distance_of_an_unbiased_mean(world)
     assert distance < 6, f"the mean of an unbiased compressor is off by {distance:.1f} standard deviations"
 
 
-def distance_of_an_unbiased_mean(world: World) -> float:
+def distance_of_an_unbiased_mean(world: Peers) -> float:
     """Return a lower bound of the deviation of the mean of many equal values, in standard deviations."""
     bucket, n = 1 << 10, 1 << 14
     values = [np.full(n, (1 + 3 * rank) / 16, dtype=np.float32) for rank in world.ranks]
@@ -303,7 +303,7 @@ def distance_of_an_unbiased_mean(world: World) -> float:
     return float(abs(rest.mean() - float(exact)) / largest / np.sqrt((world.size + 1) / 4 / rest.size))
 
 
-def draws_have_keys_of_their_own(world: World) -> None:
+def draws_have_keys_of_their_own(world: Peers) -> None:
     """No two buckets are rounded with the same draws, whatever their ranks and hops."""
     mean, values = world.mean(SPECS[1]), world.values(0)
     for step in (4, 2**33 + 4):
@@ -321,7 +321,7 @@ def draws_have_keys_of_their_own(world: World) -> None:
         assert {key.rank for key in seen} <= set(world.ranks), "draws have keys of ranks that do not exist"
 
 
-def sends_what_fits(world: World) -> None:
+def sends_what_fits(world: Peers) -> None:
     """Each exchange has a one-dimensional uint8 buffer and a size for each rank."""
     mean = world.mean()
     states = world.start(mean, inputs(0, 0))
@@ -338,7 +338,7 @@ def sends_what_fits(world: World) -> None:
     lockstep([watched(mean.stages(inputs(r, 0), states[r]), require_fitting) for r in world.ranks])
 
 
-def costs_make_sense(world: World) -> None:
+def costs_make_sense(world: Peers) -> None:
     """Its cost is finite and not negative, and does not fall as vectors grow or links become slower."""
     resolved = topology(world.topology)
     per_node = world.size // len(set(world.nodes)) if world.size % len(set(world.nodes)) == 0 else 1
@@ -377,7 +377,7 @@ class _Counting(ScaledSign):
         return super().decode(parts, size, dtype)
 
 
-def costs_count_what_happens(world: World) -> None:
+def costs_count_what_happens(world: Peers) -> None:
     """The bytes and elements of its cost lie between the average and the most of a rank, up to a tenth for rounding."""
     per_node, *others = {world.nodes.count(node) for node in world.nodes}
     if world.size == 1 or others:
@@ -411,7 +411,7 @@ def costs_count_what_happens(world: World) -> None:
         )
 
 
-def each_tensor_has_its_compressor(world: World) -> None:
+def each_tensor_has_its_compressor(world: Peers) -> None:
     """With a compressor for each tensor, each is averaged with its own: exactly, or with the loss of its compressor."""
     shapes = ((33,), (170,), (50,), (4, 10))
     chosen = (ScaledSign(bucket_size=16), Identity(), MinMaxUInt8(bucket_size=16), Cast())
@@ -434,13 +434,13 @@ _MOST_OFF: dict[type, float] = {Identity: 1e-6, MinMaxUInt8: 0.02, Cast: 0.02}
 """How far from the exact mean of normal values one compression may be."""
 
 
-def many_ranks_owe_what_is_lost(world: World) -> None:
+def many_ranks_owe_what_is_lost(world: Peers) -> None:
     """The sum identity holds on more than five ranks too, of any number."""
     if world.size > 5:
         require_sum_identity(world.mean(), world.nodes, shapes=[(170,), (3, 11)])
 
 
-def the_same_array_twice(world: World) -> None:
+def the_same_array_twice(world: Peers) -> None:
     """An array that is given as two tensors is averaged as two arrays with its values."""
     for spec in (SPECS[0], "identity"):
         mean = world.mean(spec, feedback=False)
@@ -453,7 +453,7 @@ def the_same_array_twice(world: World) -> None:
         )
 
 
-def same_in_another_process(world: World) -> None:
+def same_in_another_process(world: Peers) -> None:
     """A fresh process with another hash seed, date, host, number of processors and environment gets the same means."""
     if world.size != 3:
         return
@@ -465,7 +465,7 @@ def same_in_another_process(world: World) -> None:
         assert found == means_of(world, inputs_of[::-1])[::-1], "in another process, means differ"
 
 
-def residuals_are_used(world: World) -> None:
+def residuals_are_used(world: Peers) -> None:
     """Every residual that is kept enters a later mean: dropping it anywhere breaks the sum identity."""
     if world.is_exact:
         return
@@ -487,7 +487,7 @@ def _held(states: list[MeanState]) -> bytes:
     return b"|".join(map(held_by, states))
 
 
-TopologyLaw = Callable[[World], None]
+TopologyLaw = Callable[[Peers], None]
 
 TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
     (sends_what_fits, ranks_agree, residuals_as_laid_out, costs_make_sense),

@@ -36,7 +36,7 @@ if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         f"qcomp.torch.fsdp needs a torch whose FSDP2 takes other collectives, 2.9 or newer; this is {torch.__version__}"
     )
 
-__all__ = ["GatheredWeights", "ReplicatedGradients", "ScatteredGradients", "Terms"]
+__all__ = ["GatheredWeights", "ReplicatedGradients", "Rules", "ScatteredGradients"]
 
 _SAME_MODULES = (
     "every rank must run the same modules of a sharded model in the same order; multiply the result of one that a rank "
@@ -48,7 +48,7 @@ _WEIGHTS_HOP = 1 << 31
 
 
 @dataclass(frozen=True)
-class Terms:
+class Rules:
     """What all exchanges of a model have in common; see `qcomp.torch.fsdp.compress`."""
 
     feedback: bool
@@ -64,7 +64,7 @@ class Terms:
 class _Sharded:
     """The shards of one unit over one communicator."""
 
-    def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
+    def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules) -> None:
         self._unit = unit
         self._compressor = compressor
         self._comm = comm
@@ -130,7 +130,7 @@ class ScatteredGradients(_Sharded):
         Feedback, what stays exact, seed, and what happens to gradients that are not finite.
     """
 
-    def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms) -> None:
+    def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules) -> None:
         super().__init__(unit, compressor, comm, terms)
         self._calls = 0
         self.skipped = 0
@@ -287,7 +287,7 @@ class GatheredWeights(_Sharded):
     """
 
     def __init__(
-        self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, *, changes: bool
+        self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules, *, changes: bool
     ) -> None:
         super().__init__(unit, compressor, comm, terms)
         self._changes = changes
@@ -364,7 +364,7 @@ class ReplicatedGradients:
     """
 
     def __init__(
-        self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Terms, topology: str
+        self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules, topology: str
     ) -> None:
         self._unit = unit
         self._compressor = compressor
@@ -475,9 +475,7 @@ class ReplicatedGradients:
         return trained, own[0] if len(saved) == 1 else own
 
     def _trained_in(self, saved: Any) -> Unit:
-        """Return the parameters that required a gradient when a state was saved: in earlier releases all of them."""
-        if "trained" not in saved:
-            return self._unit
+        """Return the parameters that required a gradient when a state was saved."""
         where = f"the state of {self._unit.label}"
         given = read(saved, "trained", Several(), where)
         names = tuple(read(given, number, Text(), "trained") for number in range(len(given)))

@@ -21,8 +21,8 @@ from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradient
 from qcomp.torch.exchanges import (
     GatheredWeights,
     ReplicatedGradients,
+    Rules,
     ScatteredGradients,
-    Terms,
 )
 from qcomp.torch.units import Unit, units_of
 
@@ -169,7 +169,7 @@ def compress(
     unusable = UnusableGradients(p for unit in units for p in unit.params) if nonfinite == "raise" else None
     compressed = [p for u in units for name, p in zip(u.names, u.params, strict=True) if not is_exact[name]]
     blind = BlindVariances(compressed, [] if gradients is None else [gradients])
-    terms = Terms(feedback, is_exact, seed, unusable.refuse if unusable else _pass_on, (unusable, blind))
+    terms = Rules(feedback, is_exact, seed, unusable.refuse if unusable else _pass_on, (unusable, blind))
     compression = Compression(comms)
     for unit in units:
         if unit.shards > 1:

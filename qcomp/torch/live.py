@@ -119,7 +119,7 @@ class LiveSettings:
 def split_last_rate(
     groups: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the groups in `LiveSettings.saved`, and the rate, which states of earlier releases do not have.
+    """Return the groups in `LiveSettings.saved`, and the rate, which they have after a step.
 
     Raises
     ------

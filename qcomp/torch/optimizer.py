@@ -20,11 +20,11 @@ from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 from qcomp.private_names.torch import found_inf, grad_scale
 from qcomp.torch.alike import COMPARED, compare_parameters, of_first_rank
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
-from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.products import plain_products
 from qcomp.torch.saving import SavedOptimizer
@@ -79,7 +79,7 @@ class AveragingOptimizer(SavedOptimizer):
         self._make = make
         self._init_sync = init_sync
         self._model = model
-        self._overlapped: LiveOverlapped | None = None
+        self._overlapped: OverlappedOptimizer | None = None
         self._state: OptimizerState | None = None
         self._shown: list[dict[str, Any]] = []
         self._saves = Saves()
@@ -186,7 +186,7 @@ class AveragingOptimizer(SavedOptimizer):
             step = 0 if self._state is None else self._state.step
             return self._settings.optimizer(self.param_groups, step), self._settings.text
 
-        overlapped = LiveOverlapped(self._model, live, comm)
+        overlapped = OverlappedOptimizer(self._model, live, comm)
         self._overlapped, self._comm = overlapped, overlapped.comm
         self._names, self._tensors = overlapped.parameters
         self._take(overlapped.state)

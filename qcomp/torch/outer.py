@@ -19,13 +19,12 @@ from qcomp.comm.base import Communicator
 from qcomp.core.checkpoint.gathering import of_rank, states_in
 from qcomp.core.mean.stages import AllGather, Stages, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.outer.settings import WARMUP
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.parameters import with_plain_names
 from qcomp.private_names.torch import inside_compiled
 from qcomp.torch.alike import of_first_rank
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
@@ -253,7 +252,7 @@ class OuterLoop:
             As for `qcomp.OuterLoop.load_state_dict`; nothing has changed then.
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
-        saved = with_plain_names(states_in(state_dict, self._comm.rank, self._comm.size))
+        saved = states_in(state_dict, self._comm.rank, self._comm.size)
         params, state = self._loop.load_state_dict(
             saved, like, self._comm, self._trained.names, strict=strict, lost=lost
         )

@@ -18,9 +18,6 @@ __all__ = ["OfRank", "flattened", "groups_to_load", "nested", "of_no_parameter",
 _SHARED = "shared"
 """The key of a parameter's entries that are equal on all ranks, and of its name."""
 
-_BEFORE = "averaging"
-"""The key of everything that belonged to no parameter, in states of earlier releases."""
-
 _PARAMETER = "parameter."
 """Prefix of the names of a rank's own parameters, where they are beside the entries of its state."""
 
@@ -121,34 +118,28 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     then: list[str | None] = []
     shared: dict[str, Any] = {}
-    ours = _BEFORE in saved
-    ranks = [OfRank(dict(read(saved, _BEFORE, Entries(), "state_dict")), {}, False)] if ours else []
+    ranks: list[OfRank] = []
+    ours = False
     for number, name in zip(numbers, names, strict=True):
         _require("param_groups has a parameter that", number, int | str)
         # torch.distributed.checkpoint puts what it has read under the text of a number, beside the number.
         entry = state.get(str(number), state.get(number, {}))
         _require(f"what it has of parameter {number}", entry, Mapping)
         ours = ours or _SHARED in entry
-        then.append(name)  # releases before names were saved
+        then.append(name)
         for key, value in entry.items():
             if rank_of(key):
-                _require(key, value, list | tuple)
-                own, parameters, *bucketed = value if len(value) == 3 else _of_length(2, value, key)
+                own, parameters, bucketed = _of_length(3, value, key)
                 _require(key, own, Mapping)
-                if not isinstance(parameters, Mapping):  # releases before names were saved
-                    _require(f"the parameters of {key}", parameters, list | tuple)
-                    parameters = dict(zip(filter(None, names), parameters, strict=False))
-                ranks.append(OfRank(dict(own), dict(parameters), bucketed == [True]))
-                continue
-            kinds = {key: value}
-            if key == _SHARED:
-                _require(key, value, list | tuple)
-                kinds, *of_name = value if len(value) == 2 else _of_length(1, value, key)
-                if of_name:
-                    _require("the name of a parameter", of_name[0], str)
-                    then[-1] = of_name[0]
-            _require(key, kinds, Mapping)
-            shared |= {f"{kind}.{then[-1] or number}": x for kind, x in kinds.items()}
+                _require(f"the parameters of {key}", parameters, Mapping)
+                ranks.append(OfRank(dict(own), dict(parameters), bucketed is True))
+            elif key == _SHARED:
+                kinds, then[-1] = _of_length(2, value, key)
+                _require(key, kinds, Mapping)
+                _require("the name of a parameter", then[-1], str)
+                shared |= {f"{kind}.{then[-1]}": x for kind, x in kinds.items()}
+            else:  # which loading refuses
+                shared[f"{key}.{name or number}"] = value
     if not ours:
         raise ValueError(
             f"state_dict has the keys {sorted(map(shown, saved))}, but nothing of one of qcomp's optimizers; expected "

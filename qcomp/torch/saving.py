@@ -20,9 +20,9 @@ from qcomp.core.handshake import agree_stages, gather_texts
 from qcomp.core.mean.stages import Owner, Stages, drive, owned
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
+from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 from qcomp.private_names.torch import ScaledStep, hooks_of_loading, hooks_of_saving
 from qcomp.torch.live import LiveSettings, split_last_rate
-from qcomp.torch.overlapped import LiveOverlapped
 from qcomp.torch.saved import (
     OfRank,
     flattened,
@@ -50,7 +50,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
     _given: list[list[tuple[int, Any]]]
     """The identity and the shape of each parameter in the groups."""
     _names: tuple[str, ...]
-    _overlapped: LiveOverlapped | None
+    _overlapped: OverlappedOptimizer | None
     """The exchange of a model's backward passes, with ``model=``."""
     _saves: Saves
     _settings: LiveSettings

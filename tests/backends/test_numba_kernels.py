@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp.core import feedback, primitives
 from qcomp.core.compressors.qsgd import WideQSGD
-from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import divide, flush
 from qcomp.core.numeric.random import fold_key
-from qcomp.core.optimizers.compression import Means
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 
 pytest.importorskip("numba")
@@ -27,6 +25,10 @@ pytest.importorskip("numba")
 from qcomp.backends import numba_cpu as kernels
 from qcomp.backends.numba_cpu import codec, identity, threads
 from qcomp.backends.numba_cpu import vectors as passes
+from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
+from qcomp.backends.numba_cpu.qsgd import encode_qsgd
+from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd
+from qcomp.backends.numba_cpu.sign import decode_sign, encode_sign
 
 F = np.float32
 KEY = qcomp.Key(seed=2**40 + 5, step=3, tensor=2, rank=1, hop=1, bucket=7)
@@ -51,33 +53,34 @@ class Case:
     compressor: Any
 
     def encode(self, x, residual, data, out, **options):
-        return kernels.encode(self.encoder(x, data), residual, out, **options)
+        return codec.encode(self.encoder(x, data), residual, out, **options)
 
     def encoder(self, x, data):
         c = self.compressor
         if c.name == "identity":
             return codec.encoder_of(identity.encode_identity(), identity.RUN, x, data, None)
         if c.name == "sign":
-            return kernels.sign_encoder(x, c.bucket_size, c.scale, data)
+            return codec.encoder_of(encode_sign(c.bucket_size, c.scale), c.bucket_size, x, data, None)
         if c.name == "minmax":
-            return kernels.minmax_encoder(x, c.bucket_size, data)
+            return codec.encoder_of(encode_minmax(c.bucket_size), c.bucket_size, x, data, None)
         words, (c, held) = fold_key(KEY, like=x), self.unwrapped()
-        stream = words, KEY.hop, KEY.bucket
-        return kernels.qsgd_encoder(x, c.levels, c.bucket_size, c.norm, *stream, data, held=held)
+        run = encode_qsgd(c.levels, c.bucket_size, c.norm, words, KEY.hop, held=held)
+        return codec.encoder_of(run, held or c.bucket_size, x, data, None, KEY.bucket)
 
     def decode(self, data, out, *, accumulate=False):
-        return kernels.decode(self.decoder(data, out), accumulate=accumulate)
+        return codec.decode(self.decoder(data, out), accumulate=accumulate)
 
     def decoder(self, data, out):
         c = self.compressor
         if c.name == "identity":
             return codec.decoder_of(identity.decode_identity(), identity.RUN, data, out)
         if c.name == "sign":
-            return kernels.sign_decoder(data, c.bucket_size, out)
+            return codec.decoder_of(decode_sign(c.bucket_size), c.bucket_size, data, out)
         if c.name == "minmax":
-            return kernels.minmax_decoder(data, c.bucket_size, out)
+            return codec.decoder_of(decode_minmax(c.bucket_size), c.bucket_size, data, out)
         c, held = self.unwrapped()
-        return kernels.qsgd_decoder(data, c.levels, c.bucket_size, out, held=held)
+        run = decode_qsgd(c.levels, c.bucket_size, held=held)
+        return codec.decoder_of(run, held or c.bucket_size, data, out)
 
     @property
     def bucket(self):
@@ -303,7 +306,7 @@ def test_mean_over_ranks(count):
     total = np.empty(size, dtype=F)
     for rank, payload in enumerate(payloads):
         case.decode(payload.data, total, accumulate=rank > 0)
-    kernels.finish_mean(total, count)
+    passes.finish_mean(total, count)
     same(total, expected)
 
 
@@ -328,9 +331,9 @@ def test_momentum(m, data):
     beta1, scale = data.draw(st.sampled_from([0.0, 0.9, 0.95])), data.draw(st.sampled_from([1.0, 0.37]))
     expected = beta1 * m + (1 - beta1) * scale * g
     out = np.empty_like(m)
-    kernels.momentum(m, g, beta1, scale, out)
+    passes.momentum(m, g, beta1, scale, out)
     same(out, expected)
-    kernels.momentum(m, g, beta1, scale, m)
+    passes.momentum(m, g, beta1, scale, m)
     same(m, expected)
 
 
@@ -339,7 +342,7 @@ def test_momentum(m, data):
 def test_nesterov(m, data):
     g, beta1 = data.draw(vectors((m.size,))), data.draw(st.sampled_from([0.0, 0.9, 0.95]))
     new, ahead = np.empty_like(m), np.empty_like(m)
-    kernels.nesterov(m, g, beta1, new, ahead)
+    passes.nesterov(m, g, beta1, new, ahead)
     same(new, beta1 * m + (1 - beta1) * g)
     same(ahead, beta1 * new + (1 - beta1) * g)
 
@@ -348,16 +351,16 @@ def test_nesterov(m, data):
 def test_in_range(size):
     """True exactly where `compensate` changes nothing and refuses nothing."""
     x = vector("gaussian", size, 0)
-    assert kernels.in_range(x)
-    assert kernels.in_range(np.zeros_like(x))
+    assert passes.in_range(x)
+    assert passes.in_range(np.zeros_like(x))
     largest = np.nextafter(np.float32(2.0**100), np.float32(0))
     for place in {0, size // 2, size - 1}:
         for value in (2.0**-126, -(2.0**-126), largest, -largest):
             x[place] = value
-            assert kernels.in_range(x)
+            assert passes.in_range(x)
         for value in (-0.0, 2.0**-127, -(2.0**-149), 2.0**100, -(2.0**100), np.inf, -np.inf, np.nan):
             x[place] = value
-            assert not kernels.in_range(x)
+            assert not passes.in_range(x)
         x[place] = 0.0
 
 
@@ -369,9 +372,9 @@ def test_descend(p, data):
     with np.errstate(all="ignore"):
         expected = p - rate * (d + decay * p if decay else d)
     out = np.empty_like(p)
-    kernels.descend(p, d, rate, decay, out)
+    passes.descend(p, d, rate, decay, out)
     same(out, expected)
-    kernels.descend(p, d, rate, decay, p)
+    passes.descend(p, d, rate, decay, p)
     same(p, expected)
 
 
@@ -380,49 +383,29 @@ def test_descend(p, data):
 def test_scale(x, factor):
     scaled = np.float32(factor) * x
     out = np.empty_like(x)
-    kernels.scale(x, factor, out)
+    passes.scale(x, factor, out)
     same(out, np.where(np.abs(scaled) < 2.0**-126, np.float32(0), scaled))
-
-
-@given(vectors((1, 9, 4095, 4097)), st.data())
-@checked
-def test_frozen_adam_step(p, data):
-    m, v = data.draw(vectors((p.size,))), np.abs(data.draw(vectors((p.size,))))
-    decay = data.draw(st.sampled_from([0.0, 0.01]))
-    opt = qcomp.OneBitAdam(learning_rate=1e-3, weight_decay=decay, freeze=1, exact=None)
-    state = opt.init([p], qcomp.comm.LocalCommunicator.alone())
-    state = state._replace(stage="compressed", step=6, variance=(v,))
-    with np.errstate(all="ignore"):
-        (moved,), after = opt.apply([p], Means((m,), state.exchange), state)
-    numbers = StepNumbers(1e-3, 1 - opt.betas[0] ** 7, opt.eps, decay)
-    p_out, m_out = np.empty_like(p), np.empty_like(p)
-    kernels.frozen_adam_step(p, m, v, numbers, p_out=p_out, m_out=m_out)
-    same(p_out, moved)
-    same(m_out, after.momentum[0])
-    kernels.frozen_adam_step(p, m, v, numbers, p_out=p, m_out=m)
-    same(p, moved)
-    same(m, after.momentum[0])
 
 
 def test_largest_sum():
     x, y = vector("wide", 9000, 1), vector("gaussian", 9000, 2)
-    assert kernels.largest_sum(x, y) == np.max(np.abs(x) + np.abs(y))
+    assert passes.largest_sum(x, y) == np.max(np.abs(x) + np.abs(y))
     y[77] = np.nan
-    assert np.isnan(kernels.largest_sum(x, y))
+    assert np.isnan(passes.largest_sum(x, y))
 
 
 def test_largest_sum_reports_nan_wherever_it_is(monkeypatch):
     nothing = np.empty(0, dtype=F)
-    assert kernels.largest_sum(nothing, nothing) == 0
+    assert passes.largest_sum(nothing, nothing) == 0
     monkeypatch.setattr(threads, "_LEAST_ELEMENTS", 1 << 12)
     kernels.set_num_threads(2)
     x = vector("wide", 3 * passes._RUN, 1)
     zeros = np.zeros_like(x)
-    assert kernels.largest_sum(x, zeros) == np.max(np.abs(x))
+    assert passes.largest_sum(x, zeros) == np.max(np.abs(x))
     for index in (0, x.size // 2, x.size - 1):
         bad = x.copy()
         bad[index] = -np.nan
-        assert np.isnan(kernels.largest_sum(bad, zeros))
+        assert np.isnan(passes.largest_sum(bad, zeros))
 
 
 def test_default_threads_are_shared_by_the_ranks_of_a_node():
@@ -440,12 +423,13 @@ def test_a_forked_child_makes_its_own_threads():
     script = (
         "import os, numpy as np\n"
         "from qcomp.backends import numba_cpu as k\n"
+        "from qcomp.backends.numba_cpu.vectors import largest_sum\n"
         "k.set_num_threads(2)\n"
         "x = np.ones(1 << 18, dtype=np.float32)\n"
-        "assert k.largest_sum(x, x) == 2\n"
+        "assert largest_sum(x, x) == 2\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    os._exit(0 if k.largest_sum(x, x) == 2 else 1)\n"
+        "    os._exit(0 if largest_sum(x, x) == 2 else 1)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)

@@ -18,7 +18,7 @@ SCRIPT = """
 import functools, json, sys
 import numpy as np, qcomp
 from qcomp.backends.numba_cpu import jit
-from qcomp.core.optimizers import starting
+from qcomp.core.optimizers import replica
 
 loaded = []
 compile_ = jit.Kernel.compile
@@ -29,9 +29,9 @@ def noted(self):
 
 jit.Kernel.compile = noted
 if "lazily" in sys.argv:
-    starting.rehearse = lambda *_, **__: None
+    replica.rehearse = lambda *_, **__: None
 elif "for the first compressor" in sys.argv:
-    starting.rehearse = lambda compressors, *a, real=starting.rehearse, **o: real(compressors[:1], *a, **o)
+    replica.rehearse = lambda compressors, *a, real=replica.rehearse, **o: real(compressors[:1], *a, **o)
 options = {"learning_rate": 1e-3, "freeze": 2, "exact": None, "weight_decay": 0.1}
 qsgd = qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=64))
 optimizers = {

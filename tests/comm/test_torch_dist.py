@@ -926,9 +926,9 @@ comm.all_gather(zeros(4), [4, 4])
 def test_a_rank_that_dies_before_the_creation_is_complete_is_noticed_at_once(torch_ranks, moment):
     body = f"""
 from qcomp.comm import connecting
-from qcomp.comm.torch_meeting import Meeting
+from qcomp.comm.torch_meeting import StoreMeeting
 
-share = Meeting.share
+share = StoreMeeting.share
 rounds = []
 
 def die_in_the_second(self, text, check):
@@ -944,7 +944,7 @@ if me == 1:
     store.wait(["connected 0", "connected 2"])  # else init_process_group would fail there
     if "{moment}" == "before":
         os.kill(os.getpid(), signal.SIGKILL)
-    Meeting.share = die_in_the_second
+    StoreMeeting.share = die_in_the_second
     connecting._Door._welcome = lambda *_: threading.Event().wait()
 try:
     TorchCommunicator(timeout=1000)

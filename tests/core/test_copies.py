@@ -22,7 +22,7 @@ import qcomp.checkpoint.copies
 from qcomp.checkpoint import Copies
 from qcomp.checkpoint.locks import PRESENT, Presence, create_locked
 from qcomp.comm import run_local
-from qcomp.core.checkpoint.copies import Generation, Part, carry_stages, neighbours, newest_whole
+from qcomp.core.checkpoint.copies import CopyPart, Generation, carry_stages, neighbours, newest_whole
 from qcomp.testing import lockstep
 from qcomp.testing.means import owed
 from tests.optimizers.every import EVERY, SHAPES, advance
@@ -564,7 +564,7 @@ class TestAnotherWorld:
     def test_every_part_goes_to_some_rank_and_every_rank_gets_one(self):
         for old, new in itertools.product(range(1, 6), repeat=2):
             generation = Generation(4, "0" * 16, old)
-            names = {Part(generation, rank, rank).name for rank in range(old)}
+            names = {CopyPart(generation, rank, rank).name for rank in range(old)}
             found, routes = newest_whole([names, *[set()] * (new - 1)])
             assert found == generation
             assert {route.dest for route in routes} == set(range(new))

@@ -77,8 +77,8 @@ class TestMean:
             weight = self.layout.world / (len(self.layout.members) * self.nodes.count)
             return sums._replace(values=[v * np.float32(weight) for v in sums.values])
 
-        add = hierarchy._Share._add
-        monkeypatch.setattr(hierarchy._Share, "_add", unweighted)
+        add = hierarchy._NodeShare._add
+        monkeypatch.setattr(hierarchy._NodeShare, "_add", unweighted)
         self.test_without_loss_it_is_the_mean_of_all_ranks(WORLDS["pairs"])
         for name in ("3 and 2", "3 and 1", "scattered"):
             with pytest.raises(AssertionError):

@@ -101,3 +101,26 @@ def test_an_import_circle_is_found():
 
 def test_the_root_of_the_core_stays_small():
     assert len([path for path in (PACKAGE / "core").glob("*.py") if path.name != "__init__.py"]) <= 16
+
+
+FACES = {
+    "Elastic",
+    "Residuals",
+    "OuterLoop",
+    "CompressedSGD",
+    "Muon",
+    "OneBitAdam",
+    "OneBitLamb",
+    "QAdam",
+    "ZeroOneAdam",
+}
+"""Public names that a face for a framework, or DeepSpeed's mode, shares with the core."""
+
+
+def classes_in(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
+
+
+def test_no_two_classes_have_one_name():
+    names = [name for path in PACKAGE.rglob("*.py") for name in classes_in(path)]
+    assert {name for name in names if names.count(name) > 1} == FACES

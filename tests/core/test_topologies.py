@@ -24,7 +24,7 @@ from qcomp.testing.topology_laws import TOPOLOGY_LAWS, distance_of_an_unbiased_m
 from tests.core.tree import Tree
 from tests.core.worlds import (
     SPECS,
-    World,
+    Peers,
     average,
     bits,
     forget_residuals,
@@ -45,7 +45,7 @@ WORLDS = [
 ]
 
 
-def _over(worlds: Sequence[World]) -> pytest.MarkDecorator:
+def _over(worlds: Sequence[Peers]) -> pytest.MarkDecorator:
     """Return worlds of one rank, of three, and nodes of three and two ranks; `make test-all` adds the other worlds."""
     marks = [
         [] if len(w.nodes) in (1, 3) or w.nodes == (0, 0, 0, 1, 1) else [pytest.mark.exhaustive]
@@ -57,7 +57,7 @@ def _over(worlds: Sequence[World]) -> pytest.MarkDecorator:
 
 every_world = _over(WORLDS)
 compressing_world = _over([w for w in WORLDS if w.topology not in OWN or not w.is_exact])
-THREE = [World(name, (0, 0, 1) if name == "hierarchical" else (0, 1, 2)) for name in TOPOLOGIES]
+THREE = [Peers(name, (0, 0, 1) if name == "hierarchical" else (0, 1, 2)) for name in TOPOLOGIES]
 one_world = pytest.mark.parametrize("world", THREE, ids=str)
 """Three ranks in every topology."""
 
@@ -79,7 +79,7 @@ def test_every_library_gives_the_same(world, library):
     same_as_on_numpy(world, read_only_numpy if library == "read-only NumPy" else import_module(library))
 
 
-def steps_with(kernels: str, mean: CompressedMean, world: World, shapes: Any) -> list[bytes]:
+def steps_with(kernels: str, mean: CompressedMean, world: Peers, shapes: Any) -> list[bytes]:
     """Return the means of two steps, and the residuals of every rank after them."""
     states = start(mean, inputs(0, 0, shapes=shapes), world.nodes)
     found = []

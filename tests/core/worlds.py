@@ -11,7 +11,7 @@ from qcomp.testing import means
 from qcomp.testing.means import (
     NODES,
     SPECS,
-    World,
+    Peers,
     average,
     bits,
     draws_of,
@@ -26,7 +26,7 @@ __all__ = [
     "NODES",
     "SHAPES",
     "SPECS",
-    "World",
+    "Peers",
     "average",
     "bits",
     "draws_of",

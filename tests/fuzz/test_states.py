@@ -244,7 +244,7 @@ class TestDigests:
         assert first == second
 
     def test_a_state_without_digests_loads(self):
-        """Earlier releases saved none."""
+        """As one that was changed on purpose."""
         (saved,) = saved_of()
         del saved["digests"]
         assert load(saved).step == 6

@@ -10,7 +10,7 @@ import pytest
 
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllGather
-from qcomp.integrations.ddp.conveyor import Conveyor, Job, require_unoccupied
+from qcomp.integrations.ddp.conveyor import Conveyor, Parcel, require_unoccupied
 
 PATIENCE = 60
 
@@ -55,7 +55,7 @@ def carry():
                 results[name] = result
                 over.release()
 
-            return Job(stages(name, exchanges), done=end, failed=end, context=contextlib.nullcontext)
+            return Parcel(stages(name, exchanges), done=end, failed=end, context=contextlib.nullcontext)
 
         conveyor = Conveyor(comm)
         for number, batch in enumerate(batches, start=1):
@@ -144,7 +144,7 @@ def join():
                 results[name] = result
                 over.release()
 
-            return Job(stages(name, sizes), end, end, contextlib.nullcontext, joins=True)
+            return Parcel(stages(name, sizes), end, end, contextlib.nullcontext, joins=True)
 
         conveyor = Conveyor(comm)
         for number, (name, sizes) in enumerate(jobs, start=1):
@@ -189,7 +189,7 @@ import threading, time
 from types import SimpleNamespace
 from contextlib import nullcontext
 import torch
-from qcomp.integrations.ddp.conveyor import Conveyor, Job
+from qcomp.integrations.ddp.conveyor import Conveyor, Parcel
 
 torch.set_num_threads(1)
 arrived = threading.Event()
@@ -204,7 +204,7 @@ def done(result):
     while time.monotonic() < until:
         torch.futures.Future().set_result(torch.ones(9))
 
-Conveyor(SimpleNamespace(start=None)).put([Job(stages(), done, print, nullcontext)], last=True)
+Conveyor(SimpleNamespace(start=None)).put([Parcel(stages(), done, print, nullcontext)], last=True)
 assert arrived.wait(30)
 """
 

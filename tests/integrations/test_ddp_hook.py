@@ -407,6 +407,7 @@ except RuntimeError as error:
         ),
         ("ddp.OverlappedOptimizer(wrapped(), qcomp.EF21SGD(learning_rate=0.1))", "optimizer is EF21SGD("),
         ("ddp.OverlappedOptimizer(wrapped(), qcomp.Adam(learning_rate=0.1))", "expected one that averages"),
+        ("ddp.OverlappedOptimizer(wrapped(), qcomp.OneBitAdam)", "expected one that averages"),
         (
             "ddp.hook(qcomp.ScaledSign(), DistributedDataParallel(torch.nn.Embedding(9, 4, sparse=True)))",
             "the layer '' has sparse gradients, which cannot be compressed: make it with sparse=False",

@@ -463,7 +463,7 @@ class TestFreeze:
         assert words in str(found[0].message)
 
     def test_a_history_without_a_count_starts_anew(self):
-        """Its state was saved by a release that did not correct the norms."""
+        """It is of another rule, whose state was loaded."""
         old = tuple(float(x) for x in range(1, 12))
         rule = VarianceStable()
         assert rule.observe(400, lambda: 3.0, old, 0.9) == rule.observe(400, lambda: 3.0, (), 0.9)

@@ -1,6 +1,5 @@
 """A saved state says which optimizer made it, and resuming with another one is noticed."""
 
-import json
 import re
 import warnings
 from dataclasses import replace
@@ -81,50 +80,6 @@ def test_a_policy_is_compared_like_a_compressor():
     other = replace(SGD, compressors=qcomp.ByName({"*": qcomp.QSGD(15, 64)}))
     with pytest.raises(ValueError, match="compressors=None; this CompressedSGD has ByName"):
         load(other, saved_by(SGD))
-
-
-def test_a_state_that_does_not_name_its_maker_is_read():
-    """The first releases saved such states."""
-    saved = saved_by(ONE_BIT)
-    del saved["made_by"], saved["digests"]
-    assert load(replace(ONE_BIT, learning_rate=0.2), saved).step == 3
-
-
-EARLIER = {"feedback": "True", "rescale_feedback": "False"}
-
-
-def made_earlier(opt, **settings):
-    """Return a state as earlier releases saved it, when these settings belonged to the optimizer itself."""
-    saved = saved_by(opt)
-    made = json.loads(saved["made_by"])
-    del saved["digests"]
-    made["settings"] |= settings
-    return saved | {"made_by": json.dumps(made)}
-
-
-class TestEarlierReleases:
-    @pytest.mark.parametrize("opt", [ONE_BIT, SGD], ids=lambda opt: type(opt).__name__)
-    def test_resume_without_a_warning(self, opt):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert load(opt, made_earlier(opt, **EARLIER)).step == 3
-
-    def test_settings_without_a_choice_are_not_compared(self):
-        ef21 = qcomp.EF21SGD(learning_rate=0.1, exact=None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            load(ef21, made_earlier(ef21, **EARLIER | {"feedback": "False"}))
-
-    def test_feedback_is_compared(self):
-        with pytest.warns(UserWarning, match=r"with feedback=False \(now True\)"):
-            load(ONE_BIT, made_earlier(ONE_BIT, **EARLIER | {"feedback": "False"}))
-
-    def test_rescaled_residuals_are_refused(self):
-        saved = made_earlier(ONE_BIT, **EARLIER | {"rescale_feedback": "True"})
-        with pytest.raises(
-            ValueError, match="saved with rescale_feedback=True, which this release does not have"
-        ):
-            load(ONE_BIT, saved)
 
 
 def test_every_rank_raises():

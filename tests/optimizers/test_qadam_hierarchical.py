@@ -100,12 +100,6 @@ def reference(
 
 
 class TestName:
-    def test_the_old_argument_names_its_replacement(self):
-        with pytest.raises(
-            TypeError, match=r"QAdam has no .*averaging=qcomp.Averaging\(topology='hierarchical'\)"
-        ):
-            qcomp.QAdam(learning_rate=RATE, hierarchical=True)
-
     def test_ranks_with_different_topologies_are_an_error(self):
         def rank_main(comm):
             averaging = HIERARCHICAL if comm.rank else qcomp.Averaging()

@@ -1,7 +1,5 @@
 """SGD with momentum on a compressed mean: equal to torch's without loss, and the sum identity with loss."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -148,17 +146,6 @@ class TestArguments:
         ("make", "error", "message"),
         [
             (lambda: qcomp.Averaging(topology="star"), ValueError, "topology is 'star'"),
-            (
-                lambda: sgd(topology="ring", feedback=False),
-                TypeError,
-                r"CompressedSGD has no argument 'topology'; expected "
-                r"averaging=qcomp.Averaging\(topology='ring', feedback=False\)",
-            ),
-            (
-                lambda: dataclasses.replace(sgd(), tensorwise=True),
-                TypeError,
-                r"qcomp.Averaging\(tensorwise=True\)",
-            ),
             (lambda: sgd(averaging="ring"), TypeError, r"averaging is 'ring'; expected a qcomp.Averaging"),
             (lambda: qcomp.Adam(learning_rate=0.1, topology="ring"), TypeError, "unexpected keyword"),
             (lambda: qcomp.EF21SGD(learning_rate=0.1, feedback=False), TypeError, "unexpected keyword"),

@@ -664,23 +664,6 @@ PAIRS = [
 class TestOtherCheckpoints:
     """What a watch keeps is not part of the algorithm: a state resumes with another watch, or with none."""
 
-    @staticmethod
-    def of_the_first_release(saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a state as saved when only a few numbers were kept, and none by default."""
-        return {
-            key: value
-            for key, value in saved.items()
-            if not key.startswith(
-                ("number.watch_", "number.variance_", "watched_variance", "made_by", "digests")
-            )
-        } | {
-            "number.variance_ratio": math.nan,
-            "number.variance_overlap": math.nan,
-            "number.watch_measured": 3.0,
-            "number.watch_warned": 0.0,
-            **{f"watched_variance.{i}": np.ones(3) for i in range(3)},
-        }
-
     @pytest.mark.quick_cases(1)
     @pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2)), 3])
     @pytest.mark.parametrize("stop", [pytest.param(FREEZE, marks=pytest.mark.exhaustive), FREEZE + 3])
@@ -697,8 +680,6 @@ class TestOtherCheckpoints:
                 params, state = opts[0].step(params, of_ranks(grads, size, step)[comm.rank], state, comm)
             saved = opts[0].state_dict(state)
             dicts = [saved, [saved]]
-            if first is not None:
-                dicts.append(self.of_the_first_release(saved))
             ends = []
             for each in [None, *dicts]:
                 opt, p, s = opts[0], params, state

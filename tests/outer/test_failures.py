@@ -134,7 +134,6 @@ def test_incompatible_settings_are_refused(changes, message):
         ({"outer": qcomp.EF21SGD(learning_rate=1.0)}, "expected an optimizer whose mean is exact"),
         ({"outer": 0.7}, "outer is 0.7"),
         ({"compressor": "sign"}, "compressor is 'sign'"),
-        ({"topology": "ring"}, r"averaging=qcomp.Averaging\(topology='ring'\)"),
     ],
 )
 def test_settings_of_the_wrong_type_are_refused(changes, message):

@@ -8,7 +8,6 @@ import torch
 
 import qcomp
 import qcomp.torch
-from qcomp.core.checkpoint.format import renamed
 from qcomp.torch.saved import _inside_wrappers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the variance is frozen after")
@@ -153,23 +152,6 @@ def test_damage_is_still_detected_in_the_record_without_its_groups():
     own["made_by"] = json.dumps(record)
     with pytest.raises(ValueError, match=r"changed since it was saved: 'made_by' differ"):
         made(Named("abc")).load_state_dict(saved)
-
-
-def test_states_without_names_are_matched_by_position():
-    """As earlier releases saved them."""
-    model, optimizer = trained("abc")
-    saved = optimizer.state_dict()
-    for entry in saved["state"].values():
-        entry["shared"] = entry["shared"][:1]
-        for key in [key for key in entry if key.startswith("rank")]:
-            entry[key] = (entry[key][0], [])
-    again = Named("abc")
-    other = made(again)
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(saved)
-    train(model, optimizer, range(4, 6))
-    train(again, other, range(4, 6))
-    assert all(map(torch.equal, model.parameters(), again.parameters()))
 
 
 WRAPPED = """
@@ -352,9 +334,9 @@ class TestCompiledModels:
 
         assert all(map(torch.equal, trained(self.model(wrap)), trained(self.model())))
 
-    @pytest.mark.parametrize("then", ["plain", "compiled", "earlier"])
+    @pytest.mark.parametrize("then", ["plain", "compiled"])
     def test_an_outer_loop_resumes(self, wrap, then):
-        """A state of the same names, of plain ones, or one of an earlier release, whose names were not plain."""
+        """A state of the same names, or of plain ones."""
 
         def begun(model):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -366,10 +348,6 @@ class TestCompiledModels:
         train(model, optimizer, range(3))
         saved = loop.state_dict()
         train(model, optimizer, range(3, 6))
-        if then == "earlier":
-            names = {"0.weight": "_orig_mod.0.weight", "2.weight": "_orig_mod.2._orig_mod.weight"}
-            saved = renamed(saved["rank 0 of 1"][0], names.get)
-            assert "worker_residual._orig_mod.0.weight" in saved
         other = self.model(wrap)
         optimizer, loop = begun(other)
         loop.load_state_dict([saved])

@@ -1094,27 +1094,6 @@ def test_a_restart_with_other_ranks_keeps_what_is_owed():
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
-def test_a_state_of_an_earlier_release_loads(name):
-    """It had tensors in the entries of parameters, and everything else under "averaging"."""
-
-    def main(comm):
-        model, again = model_of(comm.rank), model_of(comm.rank)
-        optimizer, other = (face(name, net.named_parameters(), comm) for net in (model, again))
-        train(optimizer, model, comm.rank, range(FREEZE + 3))
-        saved = copy.deepcopy(optimizer.state_dict())
-        earlier = {
-            "state": {number: entry["shared"][0] for number, entry in saved["state"].items()},
-            "param_groups": saved["param_groups"],
-            "averaging": of_this_rank(saved),
-        }
-        again.load_state_dict(model.state_dict())
-        other.load_state_dict(through_a_file(earlier))
-        assert str(content(other)) == str(content(optimizer))  # the watch has numbers that are NaN
-
-    run_local(2, main)
-
-
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_state_that_one_rank_cannot_load_is_an_error_on_all(bad):
     def main(comm):

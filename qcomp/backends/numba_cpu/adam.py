@@ -20,39 +20,16 @@ import numpy as np
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import ZERO, F, mix
-from qcomp.backends.numba_cpu.tables import address, floats_at
+from qcomp.backends.numba_cpu.tables import floats_at
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 
-__all__ = ["adam_steps", "frozen_adam_step", "frozen_steps"]
+__all__ = ["adam_steps", "frozen_steps"]
 
 _RUN = 1 << 10
 """Elements per pass, few enough that the runs of all arrays stay in the first-level cache."""
 
 Table = Longs | Sequence[Sequence[int]]
 """A row for each tensor: the addresses of its arrays, which are float32, contiguous and of one size."""
-
-
-def frozen_adam_step(
-    p: Floats,
-    m: Floats,
-    v: Floats,
-    numbers: StepNumbers,
-    *,
-    p_out: Floats,
-    m_out: Floats,
-) -> None:
-    """Update the parameters from the averaged momentum and the frozen, bias-corrected variance.
-
-    Parameters
-    ----------
-    p, m, v : array of float32, shape (n,)
-        Parameters, averaged momentum, variance.
-    numbers : StepNumbers
-    p_out, m_out : array of float32, shape (n,)
-        Receive the new parameters and the masked momentum; may be p and m.
-    """
-    arrays = (p, m, v, p_out, m_out)
-    frozen_steps([list(map(address, arrays))], [p.size], [numbers])
 
 
 def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNumbers]) -> None:

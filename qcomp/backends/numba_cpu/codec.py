@@ -15,7 +15,7 @@ from qcomp.backends.numba_cpu.tables import (
     RESIDUAL,
     RESIDUAL_OUT,
     Decoded,
-    Encoded,
+    ToEncode,
     address,
     decoded_vectors,
     encoded_vectors,
@@ -50,7 +50,7 @@ _SAFE = LIMIT / 2
 """Rounding cannot raise a sum below this to the limit."""
 
 
-EncodeRun = Callable[[Encoded, int, Weights, int, int], int]
+EncodeRun = Callable[[ToEncode, int, Weights, int, int], int]
 """``run(vectors, mode, weights, first, last)`` compresses a run of buckets of some vectors. The modes are those of
 `qcomp.backends.numba_cpu.primitives`. It returns the first bucket with a value that is too large, or -1."""
 DecodeRun = Callable[[Decoded, bool, bool, bool, int, int], None]
@@ -66,7 +66,7 @@ class Encoder(NamedTuple):
     bucket_size: int
     """Elements of x in a bucket."""
     x: Floats
-    vectors: Encoded
+    vectors: ToEncode
     weights: Weights | None
     """The weights of the momentum that x is blended into and of x, or None without a momentum."""
 
@@ -94,7 +94,7 @@ def decoder_of(run: DecodeRun, bucket_size: int, data: Bytes, out: Floats) -> De
     return Decoder(run, bucket_size, out, decoded_vectors([data], bucket_size, out))
 
 
-def run_encoder(run: EncodeRun, bucket_size: int, vectors: Encoded, mode: int, weights: Weights) -> bool:
+def run_encoder(run: EncodeRun, bucket_size: int, vectors: ToEncode, mode: int, weights: Weights) -> bool:
     """Compress vectors in as many threads as are worthwhile; return whether no value was too large."""
     results = threads.run(
         lambda first, last: run(vectors, mode, weights, first, last), vectors.buckets, bucket_size

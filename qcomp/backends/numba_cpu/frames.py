@@ -24,7 +24,7 @@ from qcomp.backends.numba_cpu.tables import (
     RESIDUAL_OUT,
     VALUES,
     Decoded,
-    Encoded,
+    ToEncode,
     ends_of,
 )
 from qcomp.backends.numba_cpu.topk import decode_topk, encode_topk
@@ -43,7 +43,7 @@ from qcomp.core.mean.framing import Frame
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["CompressorKernels", "Group", "Plan", "kernels_of", "plan_of"]
+__all__ = ["Alike", "CompressorKernels", "FramePlan", "kernels_of", "plan_of"]
 
 
 class CompressorKernels(NamedTuple):
@@ -137,14 +137,14 @@ def _qsgd_kernels(
 _LIKE = np.empty(0, dtype=np.float32)
 
 
-class Group(NamedTuple):
+class Alike(NamedTuple):
     """The segments of some frames that have the same compressor."""
 
     compressor: AnyCompressor
     kernels: CompressorKernels
     elements: int
     positions: Longs
-    """The index of each segment's tensor in ``Plan.tensors``."""
+    """The index of each segment's tensor in ``FramePlan.tensors``."""
     numbers: Longs
     """The index of each segment among the segments of all frames."""
     frames: Longs
@@ -154,24 +154,24 @@ class Group(NamedTuple):
     offsets: Longs
     """Bytes before each segment's payload in its message."""
     sent: Longs
-    """The rows of `Encoded`, without addresses."""
+    """The rows of `ToEncode`, without addresses."""
     received: Longs
     """The rows of `Decoded`, without addresses."""
     ends: Longs
 
-    def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> Encoded:
+    def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> ToEncode:
         """Return the segments as a table, from the addresses of all tensors, by column, and of the messages."""
         rows = self._into(messages, first_bucket)
         for column, of_tensors in addresses.items():
             rows[:, column] = of_tensors[self.positions] + self.starts
-        return Encoded(rows, self.ends)
+        return ToEncode(rows, self.ends)
 
-    def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> Encoded:
+    def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> ToEncode:
         """Return the segments as a table, from the addresses of each one; new residuals overwrite the values."""
         rows = self._into(messages, first_bucket)
         rows[:, VALUES] = rows[:, RESIDUAL_OUT] = values[self.numbers]
         rows[:, RESIDUAL] = residuals[self.numbers]
-        return Encoded(rows, self.ends)
+        return ToEncode(rows, self.ends)
 
     def decoded(self, tensors: Longs, payloads: Longs) -> Decoded:
         """Return the segments as a table, from the addresses of all tensors."""
@@ -202,7 +202,7 @@ class Group(NamedTuple):
         return Decoded(rows, payloads, self.ends)
 
 
-class Plan(NamedTuple):
+class FramePlan(NamedTuple):
     """Facts about some frames that do not depend on values."""
 
     frames: tuple[ref[Frame], ...]
@@ -210,17 +210,17 @@ class Plan(NamedTuple):
     """The tensors that have a segment in a frame."""
     sizes: tuple[int, ...]
     """Elements of each segment."""
-    groups: tuple[Group, ...] | None
+    groups: tuple[Alike, ...] | None
     """The segments by compressor; None if the kernels cannot compress all of them."""
     gaps: tuple[Longs, ...]
     """The bytes in a message of each frame that belong to no payload."""
 
 
-_plans: WeakKeyDictionary[Frame, list[Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Frame, list[FramePlan]] = WeakKeyDictionary()
 """By the first frame."""
 
 
-def plan_of(frames: Sequence[Frame]) -> Plan:
+def plan_of(frames: Sequence[Frame]) -> FramePlan:
     """Return the plan of some frames."""
     for plan in _plans.get(frames[0], ()):
         if [of() for of in plan.frames] == [*frames]:  # a frame equals only itself
@@ -230,7 +230,7 @@ def plan_of(frames: Sequence[Frame]) -> Plan:
     return plan
 
 
-def _resolved(frames: tuple[Frame, ...]) -> Plan:
+def _resolved(frames: tuple[Frame, ...]) -> FramePlan:
     segments = [
         _Segment(frame, index, number)
         for index, frame in enumerate(frames)
@@ -244,7 +244,7 @@ def _resolved(frames: tuple[Frame, ...]) -> Plan:
     groups = [_group(segments, numbers, tensors) for numbers in by_spec.values()]
     plain = all(not frame.variable_length and {*frame.dtypes} <= {"float32"} for frame in frames)
     found = tuple(group for group in groups if group is not None)
-    return Plan(
+    return FramePlan(
         tuple(map(ref, frames)),
         tensors,
         sizes,
@@ -304,7 +304,7 @@ class _Segment(NamedTuple):
         return self.frame.sizes[self.number]
 
 
-def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequence[int]) -> Group | None:
+def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequence[int]) -> Alike | None:
     """Return the group of some segments, or None if there are no kernels for them."""
     own = [segments[number] for number in numbers]
     compressor = own[0].compressor
@@ -312,7 +312,7 @@ def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequen
     if kernels is None:
         return None
     place = {tensor: position for position, tensor in enumerate(tensors)}
-    return Group(
+    return Alike(
         compressor,
         kernels,
         sum(s.size for s in own),

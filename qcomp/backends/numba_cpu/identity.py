@@ -24,7 +24,7 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 
 __all__ = ["RUN", "decode_identity", "encode_identity"]
 
@@ -35,7 +35,7 @@ RUN = 1 << 10
 def encode_identity() -> EncodeRun:
     """Return a function that copies vectors into payloads."""
 
-    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(RUN, dtype=np.float32)
         failed: int = _encode(vectors.rows, vectors.ends, mode, *weights, first, last, scratch)
         return failed

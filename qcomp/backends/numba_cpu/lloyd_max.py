@@ -36,7 +36,7 @@ from qcomp.backends.numba_cpu.primitives import (
     tree_sum,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 from qcomp.core.compressors.lloyd_max import LEVELS, THRESHOLDS
 
 __all__ = ["decode_lloyd_max", "encode_lloyd_max"]
@@ -46,7 +46,7 @@ def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
     """Return a function that compresses vectors to the levels for this many bits."""
     levels, thresholds = (np.asarray(table[bits], dtype=np.float32) for table in (LEVELS, THRESHOLDS))
 
-    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         codes, scratch = empty_codes(bucket_size, bits), np.empty(3 * bucket_size, dtype=np.float32)
         failed: int = _encode(
             vectors.rows,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.codec import NO_MOMENTUM, DecodeRun, EncodeRun
-from qcomp.backends.numba_cpu.tables import Decoded, Encoded
+from qcomp.backends.numba_cpu.tables import Decoded, ToEncode
 
 __all__ = ["average", "compress_mean"]
 
@@ -29,7 +29,7 @@ def average(decode: DecodeRun, bucket_size: int, vectors: Decoded) -> None:
 
 
 def compress_mean(
-    decode: DecodeRun, encode: EncodeRun, bucket_size: int, received: Decoded, sent: Encoded, mode: int
+    decode: DecodeRun, encode: EncodeRun, bucket_size: int, received: Decoded, sent: ToEncode, mode: int
 ) -> bool:
     """Compress the means of payloads, plus the residuals if there are some.
 

@@ -13,14 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from qcomp.backends.numba_cpu.codec import (
-    Decoder,
     DecodeRun,
-    Encoder,
     EncodeRun,
-    Mix,
     Weights,
-    decoder_of,
-    encoder_of,
 )
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
@@ -40,42 +35,20 @@ from qcomp.backends.numba_cpu.primitives import (
 )
 from qcomp.backends.numba_cpu.qsgd import round_up_step
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 
-__all__ = ["decode_minmax", "encode_minmax", "minmax_decoder", "minmax_encoder"]
-
-
-def minmax_encoder(x: Floats, bucket_size: int, data_out: Bytes, blend: Mix | None = None) -> Encoder:
-    """Return an encoder that compresses an array to eight bits per element.
-
-    Parameters
-    ----------
-    x, bucket_size, data_out, blend
-        See `qcomp.backends.numba_cpu.sign.sign_encoder`.
-    """
-    return encoder_of(encode_minmax(bucket_size), bucket_size, x, data_out, blend)
+__all__ = ["decode_minmax", "encode_minmax"]
 
 
 def encode_minmax(bucket_size: int) -> EncodeRun:
     """Return a function that compresses vectors to eight bits per element."""
 
-    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(bucket_size, dtype=np.float32)
         failed: int = _encode(vectors.rows, vectors.ends, mode, *weights, bucket_size, first, last, scratch)
         return failed
 
     return run
-
-
-def minmax_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
-    """Return a decoder of a payload of eight bits per element.
-
-    Parameters
-    ----------
-    data, bucket_size, out
-        See `qcomp.backends.numba_cpu.sign.sign_decoder`.
-    """
-    return decoder_of(decode_minmax(bucket_size), bucket_size, data, out)
 
 
 def decode_minmax(bucket_size: int) -> DecodeRun:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import Encoder, EncodeRun, Mix, Weights, encoder_of
+from qcomp.backends.numba_cpu.codec import EncodeRun, Weights
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.packing import empty_codes, pack
@@ -39,52 +39,13 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
 )
 from qcomp.backends.numba_cpu.qsgd_decoder import scaled
-from qcomp.backends.numba_cpu.tables import Encoded, input_vectors, run_of
+from qcomp.backends.numba_cpu.tables import ToEncode, input_vectors, run_of
 
-__all__ = ["encode_qsgd", "qsgd_encoder", "round_up_step"]
+__all__ = ["encode_qsgd", "round_up_step"]
 
 BATCH = 1 << 9
 """Elements per batch: several whole buckets if these are small, so that loops are long enough. Reading memory in pieces
 of at most a page lets prefetching go on during the arithmetic."""
-
-
-def qsgd_encoder(
-    x: Floats,
-    levels: int,
-    bucket_size: int,
-    norm: Literal["max", "l2"],
-    key: tuple[int, int],
-    hop: int,
-    first_bucket: int,
-    data_out: Bytes,
-    blend: Mix | None = None,
-    *,
-    factor: float | None = None,
-    held: int | None = None,
-) -> Encoder:
-    """Return an encoder that compresses an array to levels and steps.
-
-    Parameters
-    ----------
-    x, bucket_size, data_out, blend
-        See `qcomp.backends.numba_cpu.sign.sign_encoder`.
-    levels : int
-        Levels above zero, 1 to 32767.
-    norm : {"max", "l2"}
-        See `qcomp.QSGD`.
-    key : tuple of two int
-        The words of the stream, from `qcomp.core.numeric.random.fold_key`.
-    hop, first_bucket : int
-        ``hop`` and ``bucket`` of the key.
-    factor : float, optional
-        The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it. A factor that rounds to
-        1 still counts as one.
-    held : int, optional
-        How many elements a bucket takes from x, as in `qcomp.WholeFields`; the rest of the bucket is zeros. By default
-        all.
-    """
-    run = encode_qsgd(levels, bucket_size, norm, key, hop, factor=factor, held=held)
-    return encoder_of(run, held or bucket_size, x, data_out, blend, first_bucket)
 
 
 def encode_qsgd(
@@ -97,12 +58,28 @@ def encode_qsgd(
     factor: float | None = None,
     held: int | None = None,
 ) -> EncodeRun:
-    """Return a function that compresses vectors to levels and steps; see `qsgd_encoder`."""
+    """Return a function that compresses vectors to levels and steps.
+
+    Parameters
+    ----------
+    levels, bucket_size, norm
+        See `qcomp.QSGD`.
+    key : tuple of two int
+        The words of the stream, from `qcomp.core.numeric.random.fold_key`.
+    hop : int
+        ``hop`` of the key.
+    factor : float, optional
+        The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it. A factor that rounds to
+        1 still counts as one.
+    held : int, optional
+        How many elements a bucket takes from a vector, as in `qcomp.WholeFields`; the rest of the bucket is zeros. By
+        default all.
+    """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
     options = bucket_size, held or bucket_size, levels, bits, l2, *key, hop
     kernel = _encode if bits <= 8 else _encode_wide
 
-    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         room = max(bucket_size, BATCH)
         codes = empty_codes(room, bits)
         scratch = np.empty(3 * room, dtype=np.float32)

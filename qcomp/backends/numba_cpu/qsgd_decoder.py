@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import Decoder, DecodeRun, decoder_of
+from qcomp.backends.numba_cpu.codec import DecodeRun
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.packing import empty_codes, unpack
 from qcomp.backends.numba_cpu.primitives import (
@@ -23,37 +23,13 @@ from qcomp.backends.numba_cpu.primitives import (
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 from qcomp.backends.numba_cpu.tables import Decoded, output_vectors, run_of
 
-__all__ = ["decode_qsgd", "qsgd_decoder", "scaled"]
-
-
-def qsgd_decoder(
-    data: Bytes,
-    levels: int,
-    bucket_size: int,
-    out: Floats,
-    *,
-    factor: float | None = None,
-    held: int | None = None,
-) -> Decoder:
-    """Return a decoder of a payload of levels and steps.
-
-    Parameters
-    ----------
-    data, out
-        See `qcomp.backends.numba_cpu.sign.sign_decoder`.
-    levels, bucket_size : int
-        The same as the encoder's.
-    factor, held : optional
-        See `qcomp.backends.numba_cpu.qsgd.qsgd_encoder`.
-    """
-    run = decode_qsgd(levels, bucket_size, factor=factor, held=held)
-    return decoder_of(run, held or bucket_size, data, out)
+__all__ = ["decode_qsgd", "scaled"]
 
 
 def decode_qsgd(
     levels: int, bucket_size: int, *, factor: float | None = None, held: int | None = None
 ) -> DecodeRun:
-    """Return a function that decompresses payloads of levels and steps; see `qsgd_decoder`."""
+    """Return a function that decompresses payloads of levels and steps; see `encode_qsgd`."""
     bits, filled = levels.bit_length() + 1, held or bucket_size
     kernel = _decode if bits <= 8 else _decode_wide
 

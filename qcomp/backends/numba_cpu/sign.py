@@ -16,14 +16,9 @@ from typing import Literal
 import numpy as np
 
 from qcomp.backends.numba_cpu.codec import (
-    Decoder,
     DecodeRun,
-    Encoder,
     EncodeRun,
-    Mix,
     Weights,
-    decoder_of,
-    encoder_of,
 )
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
@@ -46,35 +41,15 @@ from qcomp.backends.numba_cpu.primitives import (
     tree_sum,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 
-__all__ = ["decode_sign", "encode_sign", "sign_decoder", "sign_encoder"]
-
-
-def sign_encoder(
-    x: Floats, bucket_size: int, scale: Literal["l1", "rms"], data_out: Bytes, blend: Mix | None = None
-) -> Encoder:
-    """Return an encoder that compresses an array to signs and scales.
-
-    Parameters
-    ----------
-    x : array of float32, shape (n,)
-    bucket_size : int
-        Elements that share a scale.
-    scale : {"l1", "rms"}
-        See `qcomp.ScaledSign`.
-    data_out : array of uint8, shape (nbytes,)
-        Receives the payload; all of it is written.
-    blend : Mix, optional
-        The momentum to blend x into first.
-    """
-    return encoder_of(encode_sign(bucket_size, scale), bucket_size, x, data_out, blend)
+__all__ = ["decode_sign", "encode_sign"]
 
 
 def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
     """Return a function that compresses vectors to signs and scales."""
 
-    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(2 * bucket_size, dtype=np.float32)
         failed: int = _encode(
             vectors.rows, vectors.ends, mode, *weights, bucket_size, scale == "rms", first, last, scratch
@@ -82,21 +57,6 @@ def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
         return failed
 
     return run
-
-
-def sign_decoder(data: Bytes, bucket_size: int, out: Floats) -> Decoder:
-    """Return a decoder of a payload of signs and scales.
-
-    Parameters
-    ----------
-    data : array of uint8, shape (nbytes,)
-        The payload, at any address.
-    bucket_size : int
-        Elements that share a scale.
-    out : array of float32, shape (n,)
-        Receives the values, or their sum with what it holds.
-    """
-    return decoder_of(decode_sign(bucket_size), bucket_size, data, out)
 
 
 def decode_sign(bucket_size: int) -> DecodeRun:

@@ -23,7 +23,7 @@ __all__ = [
     "RESIDUAL_OUT",
     "VALUES",
     "Decoded",
-    "Encoded",
+    "ToEncode",
     "address",
     "addresses",
     "decoded_vectors",
@@ -36,12 +36,12 @@ __all__ = [
 ]
 
 VALUES, RESIDUAL, RESIDUAL_OUT, MOMENTUM, DATA = range(5)
-"""The columns of addresses in `Encoded.rows`."""
+"""The columns of addresses in `ToEncode.rows`."""
 OUT = 0
 """The column of the addresses of vectors in `Decoded.rows`."""
 
 
-class Encoded(NamedTuple):
+class ToEncode(NamedTuple):
     """Vectors to compress."""
 
     rows: Longs
@@ -78,7 +78,7 @@ def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
     return np.cumsum([-(-size // bucket_size) for size in sizes], dtype=np.int64)
 
 
-def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, bucket: int = 0) -> Encoded:
+def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, bucket: int = 0) -> ToEncode:
     """Return the table of one vector, its payload, and the momentum that the vector is blended into."""
     momentum = 0 if m is None else address(m)
     end = -(-x.size // bucket_size)
@@ -86,7 +86,7 @@ def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, 
     row = np.array(
         (address(x), 0, 0, momentum, address(data), x.size, data.size, bucket, end), dtype=np.int64
     )
-    return Encoded(row[np.newaxis, :-1], row[-1:])
+    return ToEncode(row[np.newaxis, :-1], row[-1:])
 
 
 def decoded_vectors(payloads: Sequence[Bytes], bucket_size: int, out: Floats) -> Decoded:

@@ -35,7 +35,7 @@ from qcomp.backends.numba_cpu.primitives import (
     tree_sum,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, Encoded, input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressors.kept_values import DROPPED_BITS
 
@@ -56,7 +56,7 @@ def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
     width = _width(bucket_size, value_bits)
     room = bucket_length(k)
 
-    def run(vectors: Encoded, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         scratch = np.empty(bucket_size + 2 * room, dtype=np.float32)
         found = np.empty(2 * bucket_size + 1, dtype=np.int64)
         failed: int = _encode(

@@ -2,8 +2,8 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qcomp.compat.deepspeed.sign_mean import Errors, sign_mean
@@ -15,8 +15,10 @@ from qcomp.core.mean.stages import Stages, fuse
 from qcomp.core.numeric.arrays import Array, array_namespace, device, sqrt, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import EXACT, Average, Means
+from qcomp.core.optimizers.groups import require_betas
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, zeros_like
+from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
 __all__ = ["DeepSpeedOptimizer"]
@@ -51,6 +53,7 @@ class DeepSpeedOptimizer(Optimizer):
     `stages`.
     """
 
+    learning_rate: float | Callable[[int], float] = field(default=1e-3, kw_only=False)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     exp_avg_mask: Mapping[str, Array] | None = None
@@ -58,12 +61,9 @@ class DeepSpeedOptimizer(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON has lists
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas is {self.betas!r}; expected two numbers from 0 to below 1")
-        if not self.eps > 0:
-            raise ValueError(f"eps is {self.eps!r}; expected a number > 0")
-        if self.clip_norm is not None:
-            raise ValueError(f"clip_norm is {self.clip_norm!r}; expected None: clip before the step")
+        require_betas(self.betas)
+        require("eps", self.eps, self.eps > 0, "a number > 0")
+        require("clip_norm", self.clip_norm, self.clip_norm is None, "None: clip before the step")
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the errors, which differ between ranks."""

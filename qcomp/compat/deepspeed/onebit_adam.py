@@ -1,13 +1,11 @@
 """DeepSpeed's 1-bit Adam."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
 from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import Array
-from qcomp.core.optimizers.groups import Group
 from qcomp.core.state import OptimizerState
 
 __all__ = ["OnebitAdam", "onebit_adam"]
@@ -15,16 +13,42 @@ __all__ = ["OnebitAdam", "onebit_adam"]
 
 @dataclass(frozen=True, kw_only=True)
 class OnebitAdam(DeepSpeedOptimizer):
-    """The optimizer that `onebit_adam` returns.
+    """DeepSpeed's ``OneBitAdam``, with its parameters' names and defaults.
 
     - Stage "warmup": momentum and variance of the exact mean gradient.
     - Stage "compressed", after call number max(2, ``freeze_step``): every rank adds its own gradient to the common
       momentum, `sign_mean` averages the results, and the variance is constant.
 
+    Parameters
+    ----------
+    learning_rate : float or callable
+        DeepSpeed's ``lr``. A schedule receives the number of completed calls.
+    freeze_step : int
+        The last call with an exact mean gradient; values below 2 mean 2.
+    betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
+        See `DeepSpeedOptimizer`.
+
+    Notes
+    -----
+    Calls are counted from 1. Call 1 changes nothing. Calls 2 to ``freeze_step``: m = b1 m + (1 - b1) g, v = b2 v + (1 -
+    b2) g^2, x = x - rate (m / (sqrt(v) + eps) + weight_decay x), without bias correction: the first steps are (1 - b1)
+    / sqrt(1 - b2) times the rate. After that v stays constant, and m is the `sign_mean` of b1 m + (1 - b1) g_i, times
+    the mask. DeepSpeed accepts ``bias_correction``, ``eps_inside_sqrt`` and ``max_grad_norm`` but never uses them; here
+    they do not exist. Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which
+    it reproduces step by step; Tang et al., ICML 2021.
+
     Examples
     --------
-    >>> OnebitAdam(learning_rate=1e-3, freeze_step=400).betas
-    (0.9, 0.999)
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.compat.deepspeed.onebit_adam(learning_rate=0.02, freeze_step=20, betas=(0.9, 0.95))
+    >>> def rank_main(comm):
+    ...     params = np.zeros(100, dtype=np.float32)
+    ...     state = opt.init(params, comm)
+    ...     for _ in range(120):
+    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
+    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
+    >>> qcomp.comm.run_local(2, rank_main)
+    [('compressed', True), ('compressed', True)]
     """
 
     freeze_step: int = 100_000
@@ -60,65 +84,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         return moved, new_state
 
 
-def onebit_adam(
-    learning_rate: float | Callable[[int], float] = 1e-3,
-    *,
-    freeze_step: int = 100_000,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    exp_avg_mask: Mapping[str, Array] | None = None,
-    groups: Sequence[Group] = (),
-    nonfinite: Literal["raise", "skip"] = "raise",
-) -> OnebitAdam:
-    """Return DeepSpeed's ``OneBitAdam``, with its parameters' names and defaults.
-
-    Parameters
-    ----------
-    learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule receives the number of completed calls.
-    freeze_step : int
-        The last call with an exact mean gradient; values below 2 mean 2.
-    betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
-        See `DeepSpeedOptimizer`.
-
-    Returns
-    -------
-    OnebitAdam
-        An optimizer with the usual methods: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
-
-    Notes
-    -----
-    Calls are counted from 1. Call 1 changes nothing. Calls 2 to ``freeze_step``: m = b1 m + (1 - b1) g, v = b2 v + (1 -
-    b2) g^2, x = x - rate (m / (sqrt(v) + eps) + weight_decay x), without bias correction: the first steps are (1 - b1)
-    / sqrt(1 - b2) times the rate. After that v stays constant, and m is the `sign_mean` of b1 m + (1 - b1) g_i, times
-    the mask. DeepSpeed accepts ``bias_correction``, ``eps_inside_sqrt`` and ``max_grad_norm`` but never uses them; here
-    they do not exist. Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which
-    it reproduces step by step; Tang et al., ICML 2021.
-
-    Examples
-    --------
-    >>> import numpy as np, qcomp
-    >>> opt = qcomp.compat.deepspeed.onebit_adam(learning_rate=0.02, freeze_step=20, betas=(0.9, 0.95))
-    >>> def rank_main(comm):
-    ...     params = np.zeros(100, dtype=np.float32)
-    ...     state = opt.init(params, comm)
-    ...     for _ in range(120):
-    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
-    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
-    >>> qcomp.comm.run_local(2, rank_main)
-    [('compressed', True), ('compressed', True)]
-    """
-    return OnebitAdam(
-        learning_rate=learning_rate,
-        freeze_step=freeze_step,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        exp_avg_mask=exp_avg_mask,
-        groups=groups,
-        nonfinite=nonfinite,
-    )
+onebit_adam = OnebitAdam
 
 
 def require_step(argument: str, value: int, least: int = 0) -> None:

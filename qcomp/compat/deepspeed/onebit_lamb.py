@@ -1,16 +1,14 @@
 """DeepSpeed's 1-bit LAMB."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
 from qcomp.compat.deepspeed.onebit_adam import require_step
 from qcomp.compat.deepspeed.sign_mean import norm, padded_size
 from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt
-from qcomp.core.optimizers.groups import Group
 from qcomp.core.state import OptimizerState
 
 __all__ = ["OnebitLamb", "onebit_lamb"]
@@ -21,16 +19,63 @@ _COEFF, _FACTOR, _SCALING = "lamb_coeff_freeze", "last_factor", "scaling_coeff"
 
 @dataclass(frozen=True, kw_only=True)
 class OnebitLamb(DeepSpeedOptimizer):
-    """The optimizer that `onebit_lamb` returns.
+    """DeepSpeed's ``OneBitLamb``, with its parameters' names and defaults.
 
     - Stage "warmup": LAMB with the exact mean gradient; it keeps a running average of each tensor's coefficient.
     - Stage "compressed", after call number max(2, ``freeze_step``): all momenta are exchanged as one vector, and the
       average of the coefficient, times a factor, replaces the coefficient.
 
+    Parameters
+    ----------
+    learning_rate : float or callable
+        DeepSpeed's ``lr``. A schedule receives the number of completed calls.
+    freeze_step : int
+        The last call with an exact mean gradient; values below 2 mean 2.
+    betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
+        See `DeepSpeedOptimizer`.
+    max_coeff, min_coeff : float
+        Bounds of LAMB's coefficient.
+    coeff_beta : float
+        Decay of the running average of the coefficient, from 0 to below 1.
+    factor_max, factor_min : float
+        Bounds of the factor of that average in the compressed stage.
+    factor_threshold : float
+        Largest relative change of the factor per step.
+
+    Raises
+    ------
+    ValueError
+        On every rank, if a tensor has a momentum of zero at the freeze; DeepSpeed then divides by zero.
+
+    Notes
+    -----
+    Calls are counted from 1. Call 1 changes nothing. Up to call ``freeze_step``, for every tensor: m and v are Adam's
+    moments of the exact mean gradient; d = m / (sqrt(v) + eps) + weight_decay x; c = ||x|| / ||d||, clipped to its
+    bounds, or 1 if one of the norms is zero; x = x - rate c d. Unless c = 1, the average a = coeff_beta a + (1 -
+    coeff_beta) c is updated; it starts at zero and its bias is not corrected.
+
+    At the freeze f = v, and s of a tensor is the mean of ||m|| / sqrt(size) over all tensors, divided by the tensor's
+    own ||m|| / sqrt(size). From then on one `sign_mean` averages all s (b1 m + (1 - b1) g_i) together, followed by the
+    padding of the last mean. The results, divided by s and times the mask, are the new momenta m'. Then g = (m' - b1 m)
+    / (1 - b1), f = b2 f + (1 - b2) g^2, and factor = max (sqrt(v) + eps) / (sqrt(f) + eps), clipped to its bounds.
+    With weight decay the factor is first drawn towards 1 by the share of the update that does not come from the
+    momentum. The step is x = x - rate a factor d with the frozen v.
+
+    Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which it reproduces step
+    by step; Li et al., 2021 (arXiv 2104.06069).
+
     Examples
     --------
-    >>> OnebitLamb(learning_rate=1e-3).coeff_beta
-    0.9
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.compat.deepspeed.onebit_lamb(learning_rate=0.02, freeze_step=40, betas=(0.9, 0.95))
+    >>> def rank_main(comm):
+    ...     params = np.full(100, 4.0, dtype=np.float32)
+    ...     state = opt.init(params, comm)
+    ...     for _ in range(120):
+    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
+    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
+    >>> qcomp.comm.run_local(2, rank_main)
+    [('compressed', True), ('compressed', True)]
     """
 
     freeze_step: int = 100_000
@@ -178,95 +223,4 @@ class OnebitLamb(DeepSpeedOptimizer):
         return [divide(n - o * beta1, 1 - beta1) for n, o in zip(new, old, strict=True)]
 
 
-def onebit_lamb(
-    learning_rate: float | Callable[[int], float] = 1e-3,
-    *,
-    freeze_step: int = 100_000,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_coeff: float = 10.0,
-    min_coeff: float = 0.01,
-    coeff_beta: float = 0.9,
-    factor_max: float = 4.0,
-    factor_min: float = 0.5,
-    factor_threshold: float = 0.1,
-    exp_avg_mask: Mapping[str, Array] | None = None,
-    groups: Sequence[Group] = (),
-    nonfinite: Literal["raise", "skip"] = "raise",
-) -> OnebitLamb:
-    """Return DeepSpeed's ``OneBitLamb``, with its parameters' names and defaults.
-
-    Parameters
-    ----------
-    learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule receives the number of completed calls.
-    freeze_step : int
-        The last call with an exact mean gradient; values below 2 mean 2.
-    betas, eps, weight_decay, exp_avg_mask, groups, nonfinite
-        See `DeepSpeedOptimizer`.
-    max_coeff, min_coeff : float
-        Bounds of LAMB's coefficient.
-    coeff_beta : float
-        Decay of the running average of the coefficient, from 0 to below 1.
-    factor_max, factor_min : float
-        Bounds of the factor of that average in the compressed stage.
-    factor_threshold : float
-        Largest relative change of the factor per step.
-
-    Returns
-    -------
-    OnebitLamb
-        An optimizer with the usual methods: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
-
-    Raises
-    ------
-    ValueError
-        On every rank, if a tensor has a momentum of zero at the freeze; DeepSpeed then divides by zero.
-
-    Notes
-    -----
-    Calls are counted from 1. Call 1 changes nothing. Up to call ``freeze_step``, for every tensor: m and v are Adam's
-    moments of the exact mean gradient; d = m / (sqrt(v) + eps) + weight_decay x; c = ||x|| / ||d||, clipped to its
-    bounds, or 1 if one of the norms is zero; x = x - rate c d. Unless c = 1, the average a = coeff_beta a + (1 -
-    coeff_beta) c is updated; it starts at zero and its bias is not corrected.
-
-    At the freeze f = v, and s of a tensor is the mean of ||m|| / sqrt(size) over all tensors, divided by the tensor's
-    own ||m|| / sqrt(size). From then on one `sign_mean` averages all s (b1 m + (1 - b1) g_i) together, followed by the
-    padding of the last mean. The results, divided by s and times the mask, are the new momenta m'. Then g = (m' - b1 m)
-    / (1 - b1), f = b2 f + (1 - b2) g^2, and factor = max (sqrt(v) + eps) / (sqrt(f) + eps), clipped to its bounds.
-    With weight decay the factor is first drawn towards 1 by the share of the update that does not come from the
-    momentum. The step is x = x - rate a factor d with the frozen v.
-
-    Sends 2 (N - 1) / N bits per element and step, including padding. Source: DeepSpeed 0.19.6, which it reproduces step
-    by step; Li et al., 2021 (arXiv 2104.06069).
-
-    Examples
-    --------
-    >>> import numpy as np, qcomp
-    >>> opt = qcomp.compat.deepspeed.onebit_lamb(learning_rate=0.02, freeze_step=40, betas=(0.9, 0.95))
-    >>> def rank_main(comm):
-    ...     params = np.full(100, 4.0, dtype=np.float32)
-    ...     state = opt.init(params, comm)
-    ...     for _ in range(120):
-    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
-    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
-    >>> qcomp.comm.run_local(2, rank_main)
-    [('compressed', True), ('compressed', True)]
-    """
-    return OnebitLamb(
-        learning_rate=learning_rate,
-        freeze_step=freeze_step,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_coeff=max_coeff,
-        min_coeff=min_coeff,
-        coeff_beta=coeff_beta,
-        factor_max=factor_max,
-        factor_min=factor_min,
-        factor_threshold=factor_threshold,
-        exp_avg_mask=exp_avg_mask,
-        groups=groups,
-        nonfinite=nonfinite,
-    )
+onebit_lamb = OnebitLamb

@@ -1,6 +1,6 @@
 """DeepSpeed's 0/1 Adam."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
@@ -8,7 +8,6 @@ from qcomp.compat.deepspeed.onebit_adam import require_step
 from qcomp.core.checkpoint.schema import Number
 from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, sqrt
-from qcomp.core.optimizers.groups import Group
 from qcomp.core.state import OptimizerState
 
 __all__ = ["ZeroOneAdam", "zero_one_adam"]
@@ -18,7 +17,7 @@ _ACCUMULATOR = "momentum_accumulator"
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneAdam(DeepSpeedOptimizer):
-    """The optimizer that `zero_one_adam` returns.
+    """DeepSpeed's ``ZeroOneAdam``, with its parameters' names and defaults.
 
     - Stage "warmup": in some calls momentum and variance use the exact mean gradient; in the others the momentum uses
       the compressed mean gradient.
@@ -26,10 +25,54 @@ class ZeroOneAdam(DeepSpeedOptimizer):
       rank makes local steps, and in some calls the ranks synchronise. Between these calls their parameters and momenta
       differ.
 
+    Parameters
+    ----------
+    learning_rate : float or callable
+        DeepSpeed's ``lr``. A schedule receives the number of completed calls. Once the variance is constant, it must be
+        above 0 in some step before each synchronisation.
+    betas, eps, weight_decay, exp_avg_mask, groups
+        See `DeepSpeedOptimizer`.
+    var_freeze_step : int
+        The variance is constant from the second call after this one.
+    var_update_scaler : int
+        Number of variance updates after which the interval between them doubles.
+    local_step_scaler : int
+        Number of calls after which the interval between synchronisations doubles.
+    local_step_clipper : int
+        The longest interval between synchronisations.
+
+    Notes
+    -----
+    Calls are counted from 1. Call 1 changes nothing. While the variance changes, in every k-th call m = b1 m + (1 - b1)
+    g, v = b2 v + (1 - b2) g^2 with the exact mean gradient g. In the other calls m = b1 m + (1 - b1) `sign_mean` (g_i),
+    times the mask; a single rank then does not change m, and its gradient has no effect. In every call x = x - rate (m
+    / (sqrt(v) + eps) + weight_decay x), without bias correction.
+
+    Once the variance is constant, the errors restart at zero, and each rank makes such steps with its own gradient and
+    adds them up in u. In every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if there are several
+    ranks, replaces these steps: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
+
+    Every rank subtracts its own u, so after a synchronisation the ranks' parameters are equal only up to rounding;
+    `qcomp.ZeroOneAdam` keeps the common parameters instead.
+
+    Sends 2 (N - 1) / N bits per element for a `sign_mean`, 32 times as much for an exact mean, and nothing in local
+    steps. A non-finite gradient in a local step goes unnoticed until the next synchronisation, where all ranks raise.
+    Source: DeepSpeed 0.19.6, which it reproduces step by step; Lu et al., ICLR 2023.
+
     Examples
     --------
-    >>> ZeroOneAdam(learning_rate=1e-3).local_step_scaler
-    32678
+    >>> import numpy as np, qcomp
+    >>> opt = qcomp.compat.deepspeed.zero_one_adam(
+    ...     learning_rate=0.02, betas=(0.9, 0.95), var_freeze_step=30, local_step_scaler=20, local_step_clipper=4
+    ... )
+    >>> def rank_main(comm):
+    ...     params = np.zeros(100, dtype=np.float32)
+    ...     state = opt.init(params, comm)
+    ...     for _ in range(120):
+    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
+    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
+    >>> qcomp.comm.run_local(2, rank_main)
+    [('local', True), ('local', True)]
     """
 
     var_freeze_step: int = 100_000
@@ -158,84 +201,4 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         return moved, new_state._replace(momentum=tuple(momentum), arrays=arrays, numbers=numbers)
 
 
-def zero_one_adam(
-    learning_rate: float | Callable[[int], float] = 1e-3,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    var_freeze_step: int = 100_000,
-    var_update_scaler: int = 16,
-    local_step_scaler: int = 32_678,
-    local_step_clipper: int = 16,
-    exp_avg_mask: Mapping[str, Array] | None = None,
-    groups: Sequence[Group] = (),
-) -> ZeroOneAdam:
-    """Return DeepSpeed's ``ZeroOneAdam``, with its parameters' names and defaults.
-
-    Parameters
-    ----------
-    learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule receives the number of completed calls. Once the variance is constant, it must be
-        above 0 in some step before each synchronisation.
-    betas, eps, weight_decay, exp_avg_mask, groups
-        See `DeepSpeedOptimizer`.
-    var_freeze_step : int
-        The variance is constant from the second call after this one.
-    var_update_scaler : int
-        Number of variance updates after which the interval between them doubles.
-    local_step_scaler : int
-        Number of calls after which the interval between synchronisations doubles.
-    local_step_clipper : int
-        The longest interval between synchronisations.
-
-    Returns
-    -------
-    ZeroOneAdam
-        An optimizer with the usual methods: ``init``, ``step``, ``stages``, ``state_dict``, ``load_state_dict``.
-
-    Notes
-    -----
-    Calls are counted from 1. Call 1 changes nothing. While the variance changes, in every k-th call m = b1 m + (1 - b1)
-    g, v = b2 v + (1 - b2) g^2 with the exact mean gradient g. In the other calls m = b1 m + (1 - b1) `sign_mean` (g_i),
-    times the mask; a single rank then does not change m, and its gradient has no effect. In every call x = x - rate (m
-    / (sqrt(v) + eps) + weight_decay x), without bias correction.
-
-    Once the variance is constant, the errors restart at zero, and each rank makes such steps with its own gradient and
-    adds them up in u. In every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if there are several
-    ranks, replaces these steps: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
-
-    Every rank subtracts its own u, so after a synchronisation the ranks' parameters are equal only up to rounding;
-    `qcomp.ZeroOneAdam` keeps the common parameters instead.
-
-    Sends 2 (N - 1) / N bits per element for a `sign_mean`, 32 times as much for an exact mean, and nothing in local
-    steps. A non-finite gradient in a local step goes unnoticed until the next synchronisation, where all ranks raise.
-    Source: DeepSpeed 0.19.6, which it reproduces step by step; Lu et al., ICLR 2023.
-
-    Examples
-    --------
-    >>> import numpy as np, qcomp
-    >>> opt = qcomp.compat.deepspeed.zero_one_adam(
-    ...     learning_rate=0.02, betas=(0.9, 0.95), var_freeze_step=30, local_step_scaler=20, local_step_clipper=4
-    ... )
-    >>> def rank_main(comm):
-    ...     params = np.zeros(100, dtype=np.float32)
-    ...     state = opt.init(params, comm)
-    ...     for _ in range(120):
-    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
-    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
-    >>> qcomp.comm.run_local(2, rank_main)
-    [('local', True), ('local', True)]
-    """
-    return ZeroOneAdam(
-        learning_rate=learning_rate,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        var_freeze_step=var_freeze_step,
-        var_update_scaler=var_update_scaler,
-        local_step_scaler=local_step_scaler,
-        local_step_clipper=local_step_clipper,
-        exp_avg_mask=exp_avg_mask,
-        groups=groups,
-    )
+zero_one_adam = ZeroOneAdam

@@ -11,8 +11,8 @@ from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 from qcomp.core.reporting import name_ranks
 
 __all__ = [
+    "CopyPart",
     "Generation",
-    "Part",
     "Route",
     "carry_stages",
     "digest_of",
@@ -49,7 +49,7 @@ class Generation(NamedTuple):
         return f"{self}.agreed"
 
 
-class Part(NamedTuple):
+class CopyPart(NamedTuple):
     """A copy of one rank's state, kept by its holder."""
 
     generation: Generation

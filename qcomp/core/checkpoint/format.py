@@ -18,7 +18,7 @@ from qcomp.core.checkpoint.schema import (
     shown,
 )
 from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.numeric.arrays import Array, array_namespace, device, digest, dtype_name
+from qcomp.core.numeric.arrays import Array, array_namespace, device, digest, dtype_name, from_host_bytes
 from qcomp.core.state import OptimizerState
 
 __all__ = [
@@ -397,5 +397,4 @@ def _own_copy(x: Array) -> Array:
 
 
 def _encoded(value: Any, like: Array) -> Array:
-    xp = array_namespace(like)
-    return xp.asarray(bytearray(json.dumps(value).encode()), dtype=xp.uint8, device=device(like))
+    return from_host_bytes(json.dumps(value).encode(), like)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qcomp.core.checkpoint.manifest import Entry
+from qcomp.core.checkpoint.manifest import ArrayEntry
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllToAll, Stages
@@ -74,10 +74,10 @@ def gather_dicts(
     xp = array_namespace(like)
     arrays = {key: xp.asarray(x, device=device(like)) for key, x in own.items() if hasattr(x, "shape")}
     scalars = {key: value for key, value in own.items() if key not in arrays}
-    told = [scalars, {key: Entry(tuple(x.shape), dtype_name(x.dtype), "") for key, x in arrays.items()}]
+    told = [scalars, {key: ArrayEntry(tuple(x.shape), dtype_name(x.dtype), "") for key, x in arrays.items()}]
     texts = yield from gather_texts(json.dumps(told), size, like)
     facts = [
-        (of_rank, {key: Entry(tuple(entry[0]), *entry[1:]) for key, entry in entries.items()})
+        (of_rank, {key: ArrayEntry(tuple(entry[0]), *entry[1:]) for key, entry in entries.items()})
         for of_rank, entries in map(json.loads, texts)
     ]
     sizes = [[entry.nbytes for entry in entries.values()] for _, entries in facts]

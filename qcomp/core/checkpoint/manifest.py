@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from qcomp.core.checkpoint.format import MAKER, NUMBER, SERVER, WORKER, array_keys, read_scalars, some
+from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -20,10 +21,12 @@ from qcomp.core.numeric.arrays import (
     itemsize,
 )
 from qcomp.core.reporting import name_ranks
+from qcomp.core.state import OptimizerState
 
 __all__ = [
     "CURES",
-    "Entry",
+    "ArrayEntry",
+    "Described",
     "Manifest",
     "as_of_rank",
     "describe",
@@ -53,12 +56,34 @@ _LONGEST = 100
 """The most characters of a stage in a message; a stage may name many fragments that are under way."""
 
 
+class Described(Protocol):
+    """What describes its states, an optimizer or an outer loop; see `qcomp.core.optimizers.replica.Replica`."""
+
+    def mean_of(self, state: OptimizerState) -> CompressedMean:
+        """Return the mean whose residuals a state has."""
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:
+        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals."""
+
+    def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the kinds of arrays in which the saved states of the ranks may differ."""
+
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
+        """Return the state at the start of a stage."""
+
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
+        """Return a saved state with exactly the entries that are kept here."""
+
+    def require_maker(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError if another class or compressor made a saved state."""
+
+
 def kind_of(key: str) -> str:
     """Return the kind of array that has a key."""
     return key.partition(".")[0]
 
 
-class Entry(NamedTuple):
+class ArrayEntry(NamedTuple):
     """The description of an array, sent before the array."""
 
     shape: tuple[int, ...]
@@ -83,13 +108,13 @@ class Manifest(NamedTuple):
     """The description of a dict."""
 
     scalars: dict[str, Any]
-    arrays: dict[str, Entry]
+    arrays: dict[str, ArrayEntry]
 
-    def of_kinds(self, *kinds: str) -> dict[str, Entry]:
+    def of_kinds(self, *kinds: str) -> dict[str, ArrayEntry]:
         """Return the arrays of these kinds."""
         return {key: entry for key, entry in self.arrays.items() if kind_of(key) in kinds}
 
-    def but_kinds(self, *kinds: str) -> dict[str, Entry]:
+    def but_kinds(self, *kinds: str) -> dict[str, ArrayEntry]:
         """Return the arrays of all other kinds."""
         return {key: entry for key, entry in self.arrays.items() if kind_of(key) not in kinds}
 
@@ -180,7 +205,7 @@ def describe(scalars: Mapping[str, Any], found: Mapping[str, Array], own_kinds: 
     arrays = {}
     for key, value in found.items():
         own = kind_of(key) in (WORKER, SERVER, *own_kinds)
-        arrays[key] = Entry(tuple(value.shape), dtype_name(value.dtype), "" if own else digest(value))
+        arrays[key] = ArrayEntry(tuple(value.shape), dtype_name(value.dtype), "" if own else digest(value))
     return Manifest(told, arrays)
 
 
@@ -211,18 +236,18 @@ def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, 
     return {key: repr(value) for key, value in entries.items()}
 
 
-def own_kinds_in(optimizer: Any, saved: Mapping[str, Any]) -> tuple[str, ...]:
+def own_kinds_in(replica: Described, saved: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the kinds of arrays in a saved state that its rank alone has, in order; none if it fits every rank.
 
     Parameters
     ----------
-    optimizer : Optimizer or OuterLoop
+    replica : Replica
         What the state belongs to.
     saved : mapping
         Numbers and texts as Python objects; of arrays, the keys are enough.
     """
     present = {kind_of(key) for key in array_keys(saved)}
-    return tuple(sorted(present.intersection(optimizer.differing_kinds(saved))))
+    return tuple(sorted(present.intersection(replica.differing_kinds(saved))))
 
 
 def phrase(kinds: Sequence[str]) -> str:

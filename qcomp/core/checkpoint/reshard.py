@@ -3,16 +3,19 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from qcomp.core.checkpoint.coverage import Part, coverage, is_within, require_disjoint
 from qcomp.core.checkpoint.format import (
     SCHEMA,
     SERVER,
     WORKER,
+    named_arrays,
+    owned_keys,
     read_arrays,
     read_scalars,
     require_dtype,
@@ -23,13 +26,15 @@ from qcomp.core.checkpoint.format import (
 )
 from qcomp.core.checkpoint.manifest import (
     CURES,
-    Entry,
+    ArrayEntry,
+    Described,
     Manifest,
     describe,
     facts_of,
     holders,
     kind_of,
     name_missing,
+    own_kinds_in,
     phrase,
     require_agreement,
     require_no_problem,
@@ -52,44 +57,72 @@ from qcomp.core.numeric.arrays import (
     flush,
 )
 from qcomp.core.reporting import name_ranks, warn_caller
+from qcomp.core.state import OptimizerState
 
 __all__ = ["World", "regroup"]
 
 Saved = Mapping[str, Any]
 
 
-class World(NamedTuple):
+@dataclass(frozen=True)
+class World:
     """The world in which a saved state resumes."""
 
-    rank: int
-    size: int
-    own_kinds: Callable[[str], tuple[str, ...]]
-    """Takes a stage. Returns the kinds of the optimizer's arrays that belong to one rank in it."""
-    sizes: Mapping[str, int]
-    """Elements of each parameter, by name."""
-    template: Callable[[int, str], Mapping[str, Array]]
-    """Takes a step and a stage. Returns the arrays that this rank then holds at the start of the stage, by key."""
-    like: Array
-    """Gives the library and the device of exchanged arrays."""
-    accept: Callable[[Saved], None]
-    """Raises ValueError for the scalars of a dict that another optimizer has saved."""
-    adopt: Callable[[Saved], Saved]
-    """Returns a dict, in its own types, with the entries that this optimizer keeps."""
-    differing: Callable[[Saved], tuple[str, ...]]
-    """Takes a dict. Returns the kinds of arrays in it that other ranks did not have, see `own_kinds_in`."""
-    owned: Sequence[str] = ()
-    """The keys of all arrays that exist once in the world; the same on all ranks."""
-    tracked: Mapping[str, str] = MappingProxyType({})
-    """The optimizer's own kinds whose mean over the old ranks is an array of another kind, which all ranks have."""
+    replica: Described
+    """What the state belongs to."""
+    fresh: OptimizerState
+    """Its state before the first step, on this rank."""
+    params: Sequence[Array]
+    strict: bool = True
+    """Whether only dicts are accepted that this replica would save, with the same compressors."""
     lost: Collection[int] = ()
     """The old ranks whose own arrays are lost, and are zeros in their dicts; the same on all ranks."""
     drops: bool = False
     """Whether dicts may be missing although their ranks had arrays of their own, which are then lost."""
 
     @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.fresh.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.fresh.size
+
+    @property
+    def like(self) -> Array:
+        """Gives the library and the device of exchanged arrays."""
+        return self.params[0]
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Elements of each parameter, by name."""
+        return {name: math.prod(p.shape) for name, p in zip(self.fresh.names, self.params, strict=True)}
+
+    @cached_property
+    def mean(self) -> CompressedMean:
+        """The mean whose residuals the state holds."""
+        return self.replica.mean_of(self.fresh)
+
+    @cached_property
+    def owned(self) -> Sequence[str]:
+        """The keys of all arrays that exist once in the world; the same on all ranks."""
+        return owned_keys(self.fresh, self.mean)
+
+    @property
     def owned_kinds(self) -> tuple[str, ...]:
         """The kinds of arrays that exist once in the world."""
         return tuple(sorted({kind_of(key) for key in self.owned}))
+
+    def template(self, step: int, stage: str) -> Mapping[str, Array]:
+        """Return the arrays that this rank holds at the start of a stage, by key."""
+        return dict(named_arrays(self.replica.enter(self.fresh._replace(step=step), stage), self.mean))
+
+    def accept(self, one: Saved) -> None:
+        """Raise ValueError for the scalars of a dict that something else has saved."""
+        if self.strict:
+            self.replica.require_maker(one)
 
     def place(self, key: str) -> tuple[str, int]:
         """Return the tensor of a residual, and the offset of the residual within it."""
@@ -154,23 +187,23 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
                 intact[scalars["rank"]] = scalars | read_arrays(one)
         for old, one in intact.items():
             require_sizes(one, world.sizes.values(), template.values())
-            known = world.adopt(one)
+            known = world.replica.adopt(one, world.fresh)
             mine[old] = {key: x for key, x in known.items() if hasattr(x, "shape")}
-            described[old] = describe(known, mine[old], (*world.own_kinds(stage), *world.owned_kinds))
+            described[old] = describe(known, mine[old], (*world.replica.own_kinds(stage), *world.owned_kinds))
     except Exception as error:  # share the error, so that no rank waits
         described = str(error)
     told = yield from _told(described, world)
     require_no_problem(told)
     found = {int(old): facts for of_rank in told for old, facts in of_rank.items()}
     manifests = {
-        old: Manifest(scalars, {key: Entry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
+        old: Manifest(scalars, {key: ArrayEntry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
         for old, (scalars, arrays) in sorted(found.items())
     }
     require_agreement(manifests, world.owned_kinds)
     differing = sorted(
-        {kind for m in manifests.values() for kind in world.differing({**m.scalars, **m.arrays})}
+        {kind for m in manifests.values() for kind in own_kinds_in(world.replica, {**m.scalars, **m.arrays})}
     )
-    averaged = world.own_kinds(stage)
+    averaged = world.replica.own_kinds(stage)
     if len(by) < size:
         given = {key for manifest in manifests.values() for key in manifest.arrays}
         lost_once = {kind_of(key) for key in world.owned if key not in given}
@@ -362,8 +395,8 @@ def _merge(
     alive = len(manifests) - len(world.lost)
     for key in manifests[min(by)].of_kinds(*averaged):
         kind, _, name = key.partition(".")
-        if kind in world.tracked:
-            mean = arrays[f"{world.tracked[kind]}.{name}@0"]
+        if kind in world.mean.tracked_kinds:
+            mean = arrays[f"{world.mean.tracked_kinds[kind]}.{name}@0"]
             arrays[key] = array_namespace(mean).asarray(mean, copy=True)
             continue
         own = [_flat(each[key], world) for old, each in mine.items() if old not in world.lost]
@@ -421,7 +454,7 @@ def _unmerged(
     return arrays
 
 
-def _from_one(holder: int, saved: Saved | None, key: str, entry: Entry, world: World) -> Stages[Array]:
+def _from_one(holder: int, saved: Saved | None, key: str, entry: ArrayEntry, world: World) -> Stages[Array]:
     """Return an array of a dict that one rank holds, and sends to all; ``saved`` is None on the others."""
     send = _nothing(world) if saved is None else _bytes(saved[key], world)
     sizes = [0] * world.size

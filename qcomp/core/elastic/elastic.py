@@ -26,7 +26,7 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.base import Optimizer, require_rank
-from qcomp.core.optimizers.starting import Place, names_of, resume
+from qcomp.core.optimizers.replica import Place, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.outer.settings import WARMUP, rounds_key
@@ -373,12 +373,11 @@ class Elastic:
             if here is None:
                 given, tensors = as_given(copies, given), copies
         states = [] if here is None else self._states(here, meeting, rank)
-        saved = [self._saved(state, given) for state in states]
+        saved = list(map(self.optimizer.record, states))
         state = yield from resume(
             self.optimizer, saved, tensors, names, Place(rank, size, host, number), lost=meeting.lost
         )
-        if isinstance(self.optimizer, OuterLoop):
-            given, state = self.optimizer.parted(given, state)
+        given, state = self.optimizer.parted(given, state)
 
         new = Snapshot(meeting.next_label, given, state)
         if here is None or held is None:
@@ -398,15 +397,7 @@ class Elastic:
 
     def _whole(self, here: Snapshot) -> OptimizerState:
         """Return everything that this rank contributes to another world, including its parameters in an outer loop."""
-        loop = self.optimizer
-        return loop.whole(here.params, here.state) if isinstance(loop, OuterLoop) else here.state
-
-    def _saved(self, whole: OptimizerState, like: Any) -> dict[str, Any]:
-        """Return a state that `_whole` returned as a dict."""
-        optimizer = self.optimizer
-        if isinstance(optimizer, OuterLoop):
-            return optimizer.state_dict(*optimizer.parted(like, whole))
-        return optimizer.state_dict(whole)
+        return self.optimizer.whole(here.params, here.state)
 
     def _is_turn(self, state: OptimizerState) -> bool:
         """Return whether the ranks exchange norms, and copies if any, before the next step."""

@@ -1,7 +1,7 @@
 """The settings of an optimizer's mean over ranks."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import Literal
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.compressed_mean import CompressedMean, require_divisor
@@ -11,7 +11,7 @@ from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.registry import require_name
 
-__all__ = ["Averaging", "PowerSGD", "TakesAveraging"]
+__all__ = ["Averaging", "PowerSGD"]
 
 
 @dataclass(frozen=True)
@@ -114,24 +114,3 @@ class PowerSGD(Averaging):
             Compresses the factors, on workers and owners.
         """
         return PowerSGDMean(compressor, rank=self.rank, min_compression=self.min_compression)
-
-
-class TakesAveraging:
-    """Base of dataclasses that may have a field ``averaging``; refuses settings that belong in that field."""
-
-    def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Raise TypeError for settings of the averaging, and for an ``averaging`` that is not an `Averaging`."""
-        if "averaging" not in getattr(cls, "__dataclass_fields__", ()):
-            return super().__new__(cls)
-        moved = {f.name: settings[f.name] for f in fields(Averaging) if f.name in settings}
-        if settings.get("hierarchical"):  # once an alias for the topology
-            moved["topology"] = "hierarchical"
-        if moved:
-            inside = ", ".join(f"{name}={value!r}" for name, value in moved.items())
-            raise TypeError(
-                f"{cls.__name__} has no argument {next(iter(moved))!r}; expected averaging=qcomp.Averaging({inside})"
-            )
-        averaging = settings.get("averaging", Averaging())
-        if not isinstance(averaging, Averaging):
-            raise TypeError(f"averaging is {averaging!r}; expected a qcomp.Averaging")
-        return super().__new__(cls)

@@ -4,15 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from qcomp.core.settings import require
+
 __all__ = ["INSIDE", "Cluster", "Cost", "Link", "Load", "announcements", "around", "inside", "to_all"]
 
 _LENGTH = 16
 """Bytes that announce the length of a message to a rank."""
-
-
-def _require(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,11 @@ class Link:
     per_message: float | None = None
 
     def __post_init__(self) -> None:
-        _require("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes a second, above 0")
-        _require("latency", self.latency, 0 <= self.latency < math.inf, "seconds, at least 0")
-        _require("streams", self.streams, self.streams >= 1, "a number of ranks, at least 1")
+        require("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes a second, above 0")
+        require("latency", self.latency, 0 <= self.latency < math.inf, "seconds, at least 0")
+        require("streams", self.streams, self.streams >= 1, "a number of ranks, at least 1")
         if self.per_message is not None:
-            _require("per_message", self.per_message, 0 <= self.per_message < math.inf, "seconds, at least 0")
+            require("per_message", self.per_message, 0 <= self.per_message < math.inf, "seconds, at least 0")
 
     def seconds(self, sent: float, *, ranks: int, messages: int) -> float:
         """Return the seconds of an exchange in which ranks of a node each send and receive this many bytes.
@@ -101,9 +98,9 @@ class Cluster:
     inside: Link = INSIDE
 
     def __post_init__(self) -> None:
-        _require("ranks", self.ranks, self.ranks >= 1, "at least 1")
+        require("ranks", self.ranks, self.ranks >= 1, "at least 1")
         fits = self.ranks_per_node >= 1 and self.ranks % self.ranks_per_node == 0
-        _require("ranks_per_node", self.ranks_per_node, fits, f"a divisor of {self.ranks} ranks")
+        require("ranks_per_node", self.ranks_per_node, fits, f"a divisor of {self.ranks} ranks")
 
     @property
     def nodes(self) -> int:

@@ -10,9 +10,8 @@ from qcomp.core.mean.codec import Codec, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands, Residuals
-from qcomp.core.mean.stages import AllGather as Gather
-from qcomp.core.mean.stages import Stages
-from qcomp.core.mean.topologies.all_gather import AllGather
+from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.mean.topologies.all_gather import GatherAll
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.numeric.arrays import Array, flush, write_into
@@ -90,7 +89,7 @@ class EF21Mean(CompressedMean):
         return super().resolved if self.lossless else _TRACKING
 
 
-class _Tracking(AllGather):
+class _Tracking(GatherAll):
     """All-gather of changes: ``worker`` holds this rank's estimates, ``server`` the mean of all estimates."""
 
     blends = False
@@ -107,7 +106,7 @@ class _Tracking(AllGather):
         codec, verdicts = Codec(changes), Verdicts(at_once=layout.operands.variable_length)
         (whole,) = layout.frames
         sent = codec.encode(layout.frames, changes, (), call.key.at(hop=0), donate=False)
-        arrived = yield Gather(sent.messages[0], (whole.nbytes,) * layout.world)
+        arrived = yield AllGather(sent.messages[0], (whole.nbytes,) * layout.world)
         opened = codec.open(arrived, (whole,) * layout.world, verdicts, sent.error)
         verdicts.require_accepted(sent.error)
         own = codec.decode(opened[layout.rank])

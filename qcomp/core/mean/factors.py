@@ -23,10 +23,10 @@ from qcomp.core.numeric.low_rank import without_small
 from qcomp.core.numeric.random import Key
 
 __all__ = [
+    "FactorPlan",
     "Factors",
     "Finish",
     "Matrix",
-    "Plan",
     "average",
     "make_plan",
     "matrices_of",
@@ -69,7 +69,7 @@ class Factors(NamedTuple):
         return {i: xp.reshape(part, self.shapes[i]) for i, part in zip(indexes, parts, strict=True)}
 
 
-class Plan(NamedTuple):
+class FactorPlan(NamedTuple):
     """All facts about a mean of tensors of some shapes that do not depend on values, for one rank."""
 
     matrices: tuple[Matrix, ...]
@@ -108,7 +108,7 @@ def make_plan(
     state: MeanState,
     *,
     owners: int,
-) -> Plan:
+) -> FactorPlan:
     """Return the plan of a mean.
 
     Parameters
@@ -160,7 +160,7 @@ def make_plan(
     # The shift by bucket numbers spreads owners over the ranks, even for means of single tensors of a model.
     first = zlib.crc32(repr(numbers[:1]).encode())
     right = first + (owners + 1) // 2
-    return Plan(
+    return FactorPlan(
         matrices,
         rest,
         factors([m.rows for m in matrices], first),

@@ -21,9 +21,9 @@ from qcomp.core.mean.compressed_mean import (
 )
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.factors import (
+    FactorPlan,
     Finish,
     Matrix,
-    Plan,
     Server,
     average,
     make_plan,
@@ -240,7 +240,7 @@ class PowerSGDMean(TensorwiseMean):
 
     def _stages(
         self,
-        plan: Plan,
+        plan: FactorPlan,
         vectors: Sequence[Array],
         used_up: Sequence[bool],
         state: MeanState,
@@ -273,7 +273,7 @@ class PowerSGDMean(TensorwiseMean):
 
     def _factored(
         self,
-        plan: Plan,
+        plan: FactorPlan,
         vectors: Sequence[Array],
         used_up: Sequence[bool],
         state: MeanState,
@@ -335,7 +335,7 @@ class PowerSGDMean(TensorwiseMean):
 
     def _compensated(
         self,
-        plan: Plan,
+        plan: FactorPlan,
         vectors: Sequence[Array],
         used_up: Sequence[bool],
         residuals: Sequence[Array],
@@ -361,7 +361,9 @@ class PowerSGDMean(TensorwiseMean):
             return nothing, list(map(_left_product, nothing, plan.matrices, rights)), error
         return matrices, products, None
 
-    def _plan(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState) -> Plan:
+    def _plan(
+        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState
+    ) -> FactorPlan:
         """Return the plan for tensors of these shapes; resolved once, and kept."""
         asked = (shapes, dtypes, state.rank, state.size)
         known = self._plans  # ranks in threads of one process share it
@@ -383,7 +385,7 @@ class PowerSGDMean(TensorwiseMean):
         return found
 
     @cached_property
-    def _plans(self) -> dict[Any, Plan]:
+    def _plans(self) -> dict[Any, FactorPlan]:
         return {}
 
     def _operands(

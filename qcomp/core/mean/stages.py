@@ -19,9 +19,9 @@ __all__ = [
     "AllToAll",
     "Arriving",
     "Exchange",
-    "Number",
     "Owner",
     "Stages",
+    "StartNumber",
     "Transport",
     "announce_lengths",
     "answer",
@@ -54,7 +54,7 @@ _NAMED = 3
 _numbers: "WeakKeyDictionary[Transport, itertools.count[int]]" = WeakKeyDictionary()
 
 
-class Number(int):
+class StartNumber(int):
     """The number of what was started over a communicator; all are equal, so that states that differ in it alone are."""
 
     def __eq__(self, other: object) -> bool:
@@ -330,13 +330,13 @@ def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
     return through(stages, ask)
 
 
-def number_of(comm: Transport) -> "Number":
+def number_of(comm: Transport) -> "StartNumber":
     """Return 1, 2, 3 and so on for what starts over a communicator, for its `Owner`; call it once, on all ranks."""
     try:
         count = _numbers.setdefault(comm, itertools.count(1))
     except TypeError:  # another package's communicator need not be hashable
-        return Number(0)
-    return Number(next(count))
+        return StartNumber(0)
+    return StartNumber(next(count))
 
 
 def place_in(comm: Transport) -> dict[str, Any]:

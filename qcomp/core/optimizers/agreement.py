@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from qcomp.core.checkpoint.format import named_arrays, some, to_state_dict
-from qcomp.core.checkpoint.manifest import describe, shared_entries
+from qcomp.core.checkpoint.manifest import Described, describe, shared_entries
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import MismatchError
 from qcomp.core.handshake import gather_texts, handshake_stages
@@ -22,7 +22,6 @@ from qcomp.core.numeric.arrays import (
     bytes_of,
     concat,
     digest,
-    dtype_name,
     flat,
     from_host_bytes,
     host_bytes,
@@ -39,7 +38,6 @@ __all__ = [
     "difference_in_values",
     "digests",
     "explain_values",
-    "facts",
     "first_elements",
     "same_gradients",
     "settings_of",
@@ -62,25 +60,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
 _EXACT_STAGES = {"warmup", "rewarm"}
 """The stages that begin or end a time in which the ranks share everything."""
-_STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
 
-def facts(optimizer: Any, names: Sequence[str], params: Sequence[Array]) -> dict[str, Any]:
-    """Return the facts about an optimizer, a dataclass, and its parameters that must be equal on all ranks."""
-    return {
-        "optimizer": type(optimizer).__name__,
-        "settings": settings_of(optimizer),
-        "rates": _rates(optimizer.learning_rate),
-        "names": list(names),
-        "shapes": [list(p.shape) for p in params],
-        "dtypes": [dtype_name(p.dtype) for p in params],
-    }
-
-
-def settings_of(optimizer: Any) -> dict[str, str]:
-    """Return the settings of an optimizer, a dataclass, as text, with those of its averaging among them."""
+def settings_of(replica: Any) -> dict[str, str]:
+    """Return the settings of a replica, a dataclass, as text, with those of its averaging among them."""
     settings: dict[str, str] = {}
-    for name, value in ((f.name, getattr(optimizer, f.name)) for f in fields(optimizer)):
+    for name, value in ((f.name, getattr(replica, f.name)) for f in fields(replica)):
         if isinstance(value, Averaging):
             settings |= settings_of(value)
         elif is_dataclass(value) and hasattr(value, "learning_rate"):  # an optimizer inside another
@@ -137,14 +122,14 @@ def difference_in_values(
     return None
 
 
-def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str) -> Stages[None]:
+def compare_states(replica: Described, state: OptimizerState, like: Array, when: str) -> Stages[None]:
     """Raise MismatchError on every rank unless all have the same step, stage, moments, variances and counters.
 
     Residuals, and whatever else belongs to one rank, are not compared.
 
     Parameters
     ----------
-    optimizer : Optimizer or OuterLoop
+    replica : Replica
         What the state belongs to.
     state : OptimizerState
         This rank's.
@@ -159,7 +144,7 @@ def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str
     """
     if state.size == 1:
         return
-    own = json.dumps(shared_by_ranks(optimizer, state))
+    own = json.dumps(shared_by_ranks(replica, state))
     mark = hashlib.sha256(own.encode()).digest()[:_STATE_BYTES]
     marks = yield AllGather(from_host_bytes(mark, like), (_STATE_BYTES,) * state.size)
     if all(bytes(host_bytes(other)) == mark for other in marks):
@@ -175,20 +160,20 @@ def compare_states(optimizer: Any, state: OptimizerState, like: Array, when: str
             )
 
 
-def shared_by_ranks(optimizer: Any, state: OptimizerState) -> dict[str, str]:
+def shared_by_ranks(replica: Described, state: OptimizerState) -> dict[str, str]:
     """Return what the states of all ranks must have in common, by name: numbers, and digests of arrays."""
-    mean = optimizer.mean_of(state)
+    mean = replica.mean_of(state)
     arrays = dict(named_arrays(state, mean))
-    own_kinds = (*optimizer.own_kinds(state.stage), *mean.owned_kinds)
+    own_kinds = (*replica.own_kinds(state.stage), *mean.owned_kinds)
     return shared_entries(describe(to_state_dict(state, mean), arrays, own_kinds), mean.owned_kinds)
 
 
 def compare_new_stage(
-    optimizer: Any, before: OptimizerState, after: OptimizerState, like: Array
+    replica: Described, before: OptimizerState, after: OptimizerState, like: Array
 ) -> Stages[None]:
     """Compare the states of all ranks, as `compare_states` does, if a step has begun or ended a warm-up."""
     if before.stage != after.stage and not _EXACT_STAGES.isdisjoint((before.stage, after.stage)):
-        yield from compare_states(optimizer, after, like, f"after step {after.step}")
+        yield from compare_states(replica, after, like, f"after step {after.step}")
 
 
 def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
@@ -258,19 +243,6 @@ def _fingerprint(gradients: Sequence[Array | None]) -> bytes:
     parts = [bytes_of(first_elements(x)) for x in gradients if x is not None]
     sample = host_bytes(concat(parts)) if parts else b""
     return hashlib.sha256(sample).digest()[:_BYTES] if sample.strip(b"\0") else _NOTHING
-
-
-def _rates(learning_rate: Any) -> list[str]:
-    """Return a schedule's values at a few steps, since its name does not tell one lambda from another."""
-    if not callable(learning_rate):
-        return []
-    rates = []
-    for step in _STEPS:
-        try:
-            rates.append(repr(float(learning_rate(step))))
-        except Exception as error:  # the schedule ends before this step
-            rates.append(type(error).__name__)
-    return rates
 
 
 def _describe(value: object) -> str:

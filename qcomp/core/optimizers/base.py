@@ -1,39 +1,32 @@
 """The base of all optimizers: explicit state, and a step with two pure halves around an exchange."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from qcomp.core.checkpoint.format import MAKER, SERVER, TOPOLOGY, WORKER, sealed, to_state_dict
-from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.averaging import TakesAveraging
-from qcomp.core.mean.compressed_mean import CompressedMean
-from qcomp.core.mean.stages import Stages, Transport, drive, owned, place_in, require_communicator
-from qcomp.core.mean.topologies.registry import AUTO
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_communicator
 from qcomp.core.numeric.arrays import Array, require_apart
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
-from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
+from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.groups import Group, as_groups, group_of_each, setting_of_each
-from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.moved_zeros import keeps_zeros, look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.own_counts import without
-from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, resume
+from qcomp.core.optimizers.replica import Replica, owner_of
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
-from qcomp.core.settings import plain_numbers
+from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
 __all__ = ["Optimizer", "require_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(TakesAveraging, ABC):
+class Optimizer(Replica[OptimizerState]):
     """Base of all optimizers.
 
     Parameters
@@ -60,6 +53,8 @@ class Optimizer(TakesAveraging, ABC):
     """The settings that a `Group` may replace, besides learning rate and weight decay."""
     compares_gradients = True
     """Whether a first step warns if all ranks have the same gradients."""
+    two_gradients = ""
+    """Why a step takes two gradients, as an error says it; empty if it takes one."""
     mixes_elements = False
     """Whether the update of an element depends on the gradients of others, except where whole slices are 0."""
 
@@ -71,135 +66,29 @@ class Optimizer(TakesAveraging, ABC):
     groups: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        super().__post_init__()
         rate: Any = self.learning_rate
         fits = callable(rate) or (isinstance(rate, Real) and 0 <= float(rate) < math.inf)
-        _require("learning_rate", rate, fits, "a finite number >= 0 or a schedule")
+        require("learning_rate", rate, fits, "a finite number >= 0 or a schedule")
         fits = 0 <= self.weight_decay < math.inf
-        _require("weight_decay", self.weight_decay, fits, "a finite number >= 0")
-        _require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a number > 0")
+        require("weight_decay", self.weight_decay, fits, "a finite number >= 0")
+        require("clip_norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "a number > 0")
         seed: Any = self.seed
         fits = isinstance(seed, Integral) and 0 <= int(seed) < 1 << 64
-        _require("seed", seed, fits, "an integer from 0 to 2**64 - 1")
-        _require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
+        require("seed", seed, fits, "an integer from 0 to 2**64 - 1")
+        require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
         object.__setattr__(self, "groups", as_groups(self.groups))
         for group in self.groups:
             for name in {"betas", "eps"}.difference(self.of_groups):
                 value, expected = getattr(group, name), f"None: {type(self).__name__} has one value for all"
-                _require(f"{name} of the group {group.pattern!r}", value, value is None, expected)
+                require(f"{name} of the group {group.pattern!r}", value, value is None, expected)
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
-    @cached_property
-    def compression(self) -> Compression:
-        """What this optimizer compresses, and how: nothing if it has no ``averaging``."""
-        fields: Any = self  # an optimizer with an averaging has the other three too
-        if not hasattr(fields, "averaging"):
-            return Compression(EXACT)
-        return Compression(fields.averaging.mean(fields.compressor), fields.exact, fields.compressors)
+    def moves(self) -> tuple[Sequence[Group], float | Callable[[int], float]]:
+        """Return the groups and the learning rate."""
+        return self.groups, self.learning_rate
 
-    @abstractmethod
-    def initial_state(
-        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
-    ) -> OptimizerState:
-        """Return the state before the first step, without an exchange.
-
-        Parameters
-        ----------
-        params : sequence of arrays
-            The parameters.
-        names : tuple of str
-            Their names.
-        rank, size : int
-            This rank, and the number of ranks.
-        """
-
-    @property
-    def mean(self) -> CompressedMean:
-        """The mean of the compressed stage, if all tensors use one compressor; its residuals are in the state."""
-        return self.compression.mean
-
-    def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return the mean of the compressed stage for a state, with the choices of policies and of topology "auto".
-
-        Parameters
-        ----------
-        state : OptimizerState
-            The state to average for.
-        """
-        return self.compression.mean_of(state)
-
-    def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
-
-        Possible kinds are those of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
-        rank resumes with the mean of these arrays over the old ranks, see `load_state_dict`. Arrays of all other kinds
-        must be equal on all ranks.
-
-        Parameters
-        ----------
-        stage : str
-            A stage of this optimizer, such as "warmup" or "compressed".
-        """
-        return ()
-
-    def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the kinds of arrays in which the saved states of the ranks may differ: residuals, and `own_kinds`.
-
-        A state without such arrays, as of an exact warm-up, fits every rank, so one rank may save it for all.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar
-            From `state_dict`; numbers and texts are Python objects.
-        """
-        return (WORKER, SERVER, *self.mean.owned_kinds, *self.own_kinds(saved["stage"]))
-
-    def apart(self, stage: str) -> bool:  # noqa: ARG002
-        """Return whether the ranks have different parameters in a stage by design.
-
-        Parameters
-        ----------
-        stage : str
-            A stage of this optimizer, such as "warmup" or "compressed".
-        """
-        return False
-
-    def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
-        """Return the limits of ``state.numbers`` in a saved state, by name.
-
-        A number without limits may have any finite value, or any value at all if it is not finite in ``state``.
-
-        Parameters
-        ----------
-        state : OptimizerState
-            What `enter` returns for the stage of a saved state, with its step.
-        """
-        return {}
-
-    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Convert a saved state to exactly this optimizer's entries, if it accepts states with other entries.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar
-            From `state_dict`, perhaps of another optimizer; numbers and texts are Python objects.
-        fresh : OptimizerState
-            This optimizer's state before the first step.
-        """
-        return saved
-
-    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state at the start of a stage, with zero residuals.
-
-        Parameters
-        ----------
-        state : OptimizerState
-            The state before the stage.
-        stage : str
-            A stage of this optimizer, such as "warmup" or "compressed".
-        """
-        if stage != state.stage:
-            raise ValueError(f"stage is {shown(stage)}; {type(self).__name__} has only {state.stage!r}")
+    def _loaded(self, params: Any, state: OptimizerState) -> OptimizerState:  # noqa: ARG002
         return state
 
     @abstractmethod
@@ -273,61 +162,6 @@ class Optimizer(TakesAveraging, ABC):
             new_params = [p if number in means.left_out else new for number, (p, new) in pairs]
             new_state = without(self, means.left_out, state, new_state)
         return new_params, self.advance(new_state, state)
-
-    def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
-        """Return the state before the first step, after verifying that all ranks were started alike.
-
-        Parameters
-        ----------
-        params : array or sequence of arrays
-            The parameters, of one library and device; equal on all ranks.
-        comm : Communicator
-            The state keeps its rank and size and, if the topology needs it, which ranks share a ``host``.
-        names : sequence of str, optional
-            Names of the parameters in checkpoints and policies; by default their numbers.
-
-        Raises
-        ------
-        MismatchError
-            On every rank, if the ranks differ in version, optimizer, settings, names or shapes, or in a parameter's
-            values, see `qcomp.comm.broadcast`.
-        ValueError
-            On every rank, if a group or a policy has a pattern that matches no name.
-        """
-        return drive(self.init_stages(params, **place_in(comm), names=names), comm)
-
-    def init_stages(
-        self,
-        params: Any,
-        *,
-        rank: int,
-        size: int,
-        host: str | None = None,
-        names: Sequence[str] | None = None,
-        number: int = 0,
-    ) -> Stages[OptimizerState]:
-        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
-
-        Parameters
-        ----------
-        params, names
-            As for `init`.
-        rank, size : int
-            This rank, and the number of ranks.
-        host : str, optional
-            Name of this rank's machine, which a topology may depend on.
-        number : int
-            Number of this optimizer among all that start over the same communicator. The exchanges of its steps carry
-            it, so that those of two optimizers are not taken for each other.
-
-        Raises
-        ------
-        MismatchError, ValueError
-            As for `init`.
-        """
-        tensors = as_tensors(params, "params")
-        place = Place(rank, size, host, number)
-        return (yield from begin(self, tensors, names_of(names, tensors), place, compare=True))
 
     def step(
         self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
@@ -490,84 +324,7 @@ class Optimizer(TakesAveraging, ABC):
         state : OptimizerState
             The state to save.
         """
-        saved = to_state_dict(state, self.mean_of(state)) | {MAKER: maker(self)}
-        chosen = {TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else {}
-        return sealed({**saved, **chosen})
-
-    def load_state_dict(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        params: Any,
-        comm: Transport,
-        names: Sequence[str] | None = None,
-        *,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-    ) -> OptimizerState:
-        """Return the state saved by `state_dict`; training resumes as if it had never stopped.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
-            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others. A dict
-            without arrays that its rank alone has fits every rank, on any number of ranks: one of an exact optimizer,
-            or of an exact warm-up.
-        params, comm, names
-            As for `init`.
-        strict : bool
-            Whether the optimizer that saved the state must have this class and the same compressors. False also
-            silences the warning about other settings.
-        lost : {"raise", "drop"}
-            What to do if the dicts of some ranks are missing that had residuals or other arrays of their own. With
-            ``"drop"`` these are lost: their residuals count as zero, every rank gets the mean of the other ranks'
-            arrays of `own_kinds`, and arrays that one rank kept for all begin at zero.
-
-        Raises
-        ------
-        ValueError
-            If the dict belongs to another rank, number of ranks, model or optimizer, or is damaged: an entry is missing
-            or invalid, or differs from its digest. On every rank, if a list of dicts is incomplete, mixes jobs or
-            steps, or contains such a dict.
-        MismatchError
-            On the other ranks, if some rank raises ValueError; on every rank, if the dicts belong to different steps,
-            or a parameter differs between ranks.
-
-        Warns
-        -----
-        UserWarning
-            If the state was saved with other settings, naming them; or if the dicts come from another number of ranks,
-            or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
-            preserves the sum identity of `CompressedMean`. Or on every rank of what ``lost="drop"`` has dropped.
-        """
-        stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
-        return drive(stages, comm)
-
-    def load_stages(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        params: Any,
-        *,
-        rank: int,
-        size: int,
-        host: str | None = None,
-        names: Sequence[str] | None = None,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-        number: int = 0,
-    ) -> Stages[OptimizerState]:
-        """Do what `load_state_dict` does as a generator of pure stages.
-
-        Parameters
-        ----------
-        saved, params, names, strict, lost
-            As for `load_state_dict`.
-        rank, size, host, number
-            As for `init_stages`.
-        """
-        tensors = as_tensors(params, "params")
-        names, place = names_of(names, tensors), Place(rank, size, host, number)
-        return (yield from resume(self, saved, tensors, names, place, strict=strict, missing=lost))
+        return self.record(state)
 
     def rate(self, state: OptimizerState) -> float:
         """Return the learning rate of the next step.
@@ -649,8 +406,3 @@ def require_rank(state: OptimizerState, comm: Transport) -> None:
         raise ValueError(
             f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
         )
-
-
-def _require(argument: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{argument} is {value!r}; expected {expected}")

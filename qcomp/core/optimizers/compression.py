@@ -21,13 +21,13 @@ from qcomp.core.policies.exact_below import ExactPolicy, Tensor
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["EXACT", "Average", "Compression", "Means", "Part"]
+__all__ = ["EXACT", "Average", "AveragePart", "Compressing", "Means"]
 
 EXACT = CompressedMean(Identity(), feedback=False)
 """The exact mean, with the same interface as a compressed one."""
 
 
-class Part(NamedTuple):
+class AveragePart(NamedTuple):
     """Tensors that are averaged in the same way."""
 
     mean: CompressedMean
@@ -61,7 +61,7 @@ class Means(NamedTuple):
 class Average(NamedTuple):
     """What a step must average over the ranks, and how: the exact tensors and the compressed ones."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AveragePart, ...]
     exchange: MeanState
     """The residuals, which the compressed part uses; without such a part they do not change."""
     own: tuple[Array, ...] = ()
@@ -114,7 +114,7 @@ class Average(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compression:
+class Compressing:
     """What an optimizer compresses, and how; it makes the `Average` of a step.
 
     Parameters
@@ -252,7 +252,7 @@ class Compression:
             chosen = tuple([values[i] for i in compressed])
             chosen_blends = tuple([blends[i] for i in compressed]) if blends else ()
             parts.append(
-                Part(
+                AveragePart(
                     self.mean_of(state),
                     tuple(compressed),
                     chosen,
@@ -264,11 +264,13 @@ class Compression:
             )
         return Average(tuple(parts), state.exchange)
 
-    def exact_part(self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState) -> Part:
+    def exact_part(
+        self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState
+    ) -> AveragePart:
         """Return a part that averages these tensors exactly, with the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = self.plain.topology if state.stage == "warmup" else self.mean_of(state).topology
-        return Part(self.plain.within(topology), tuple(tensors), tuple(values), nothing, Key())
+        return AveragePart(self.plain.within(topology), tuple(tensors), tuple(values), nothing, Key())
 
     def _require_suitable(self, compressors: Sequence[Compressor]) -> None:
         """Raise ValueError if steps must be unbiased and a compressor is not."""

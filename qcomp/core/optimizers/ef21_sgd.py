@@ -11,7 +11,7 @@ from qcomp.core.compressors.topk import TopK
 from qcomp.core.mean.ef21 import EF21Mean
 from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.compression import Average, Compressing, Means
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -93,9 +93,9 @@ class EF21SGD(Optimizer):
             raise ValueError(f"eta is {self.eta!r}; expected a number above 0, at most 1")
 
     @cached_property
-    def compression(self) -> Compression:
+    def compression(self) -> Compressing:
         """What this optimizer compresses; EF21 tracks its mean."""
-        return Compression(EF21Mean(self.compressor), self.exact, self.compressors)
+        return Compressing(EF21Mean(self.compressor), self.exact, self.compressors)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the kinds of a rank's estimate and of its moving average, which differ between ranks."""

@@ -146,8 +146,7 @@ class VarianceStable:
             The decay rate of the variance.
         """
         delay = round(1 / (1 - beta2))
-        # The history is the negative number of stable steps, then the last d norms. Histories without that
-        # number hold other norms, from an older release: the rule starts again.
+        # The history is the negative number of stable steps, then the last d norms; one of another rule starts anew.
         known = history and history[0] < 0
         calm, norms = (int(min(-1 - history[0], delay)), history[1:]) if known else (0, ())
         now = norm()

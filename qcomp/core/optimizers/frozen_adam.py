@@ -147,7 +147,7 @@ class FrozenVarianceAdam(Optimizer):
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
         """Return a saved state with the entries of this watch: the saved ones if they fit, else those of a new watch.
 
-        A state may have been saved without a watch, by a release whose watch kept other values, or with another sample.
+        A state may have been saved without a watch, or by one with another sample.
         It may also have been saved without ``variance_steps``, which then begin at its step.
         """
         stage = saved["stage"]

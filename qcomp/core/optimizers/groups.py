@@ -77,7 +77,7 @@ class Group:
             require_eps(self.eps)
 
     def __repr__(self) -> str:
-        """Return the options, without betas and eps if they are None: earlier states record such a text."""
+        """Return the options, without betas and eps if they are None."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = [f"{k}={x!r}" for k, x in options.items() if x is not None or k not in ("betas", "eps")]
         return f"Group({', '.join(shown)})"

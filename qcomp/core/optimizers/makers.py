@@ -13,37 +13,32 @@ __all__ = ["maker", "require_maker", "without_groups"]
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link")  # the keys of a state show where residuals lie
-_UNNAMED = ("variance_floor", "variance_steps", "whiten_steps", "stacks", "splits", "groups")
-"""Settings that some states do not name: those of earlier releases, in which the arrays show their effect, and those
-of `without_groups`."""
-_DROPPED = {"rescale_feedback": "False", "feedback": "False"}
-"""Settings that all optimizers once had, with their values for optimizers that no longer have them."""
+_GROUPS = "groups"
+"""The setting that states from `without_groups` do not name."""
 
 
-def maker(optimizer: Any) -> str:
-    """Return the record of what made a state: class and settings of an optimizer, a dataclass, as JSON text."""
-    settings = {name: text for name, text in settings_of(optimizer).items() if name not in _NOT_COMPARED}
-    return json.dumps({"optimizer": type(optimizer).__name__, "settings": settings})
+def maker(replica: Any) -> str:
+    """Return the record of what made a state: class and settings of a replica as JSON text."""
+    settings = {name: text for name, text in settings_of(replica).items() if name not in _NOT_COMPARED}
+    return json.dumps({"optimizer": type(replica).__name__, "settings": settings})
 
 
-def require_maker(saved: Mapping[str, Any], optimizer: Any) -> None:
+def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
     """Raise ValueError if another optimizer or compressor made a saved state; warn of other settings.
 
-    States from releases without this record pass.
+    A state of moments from elsewhere, such as AdamW's, has no record of what made it, and passes.
     """
     if MAKER not in saved:
         return
-    then, now = _read(saved[MAKER]), json.loads(maker(optimizer))
+    then, now = _read(saved[MAKER]), json.loads(maker(replica))
     if then["optimizer"] != now["optimizer"]:
         raise ValueError(
             f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the former, or pass "
             "strict=False if its arrays mean the same to both"
         )
-    before, after = _DROPPED | then["settings"], _DROPPED | now["settings"]
-    unnamed = {name for name in _UNNAMED if name not in before}
-    differing = [n for n in sorted({*before, *after} - unnamed) if before.get(n) != after.get(n)]
-    if "rescale_feedback" in differing:
-        raise ValueError("the state was saved with rescale_feedback=True, which this release does not have")
+    before, after = then["settings"], now["settings"]
+    compared = {*before, *after} - ({_GROUPS} - before.keys())
+    differing = [n for n in sorted(compared) if before.get(n) != after.get(n)]
     for name in differing:
         if name in _COMPRESSORS:
             raise ValueError(
@@ -62,7 +57,7 @@ def without_groups(saved: Mapping[str, Any]) -> dict[str, Any]:
     if MAKER not in saved:
         return dict(saved)
     record = _read(read(saved, MAKER, Text()))
-    settings = {name: text for name, text in record["settings"].items() if name != "groups"}
+    settings = {name: text for name, text in record["settings"].items() if name != _GROUPS}
     return replaced(saved, MAKER, json.dumps({**record, "settings": settings}))
 
 

@@ -18,7 +18,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_library
 from qcomp.core.optimizers.adam import Adam, bias_corrections
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import Average, Compression, Means
+from qcomp.core.optimizers.compression import Average, Compressing, Means
 from qcomp.core.optimizers.groups import setting_of_each
 from qcomp.core.optimizers.matrices import (
     Form,
@@ -404,7 +404,7 @@ class Muon(Optimizer):
 
 
 @dataclass(frozen=True)
-class _Compression(Compression):
+class _Compression(Compressing):
     """The compression of Muon, whose rule knows from the names which matrices each tensor holds."""
 
     stacks: tuple[str, ...] = ()

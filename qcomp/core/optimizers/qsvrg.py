@@ -13,8 +13,8 @@ from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer, require_rank
-from qcomp.core.optimizers.compression import EXACT, Average, Compression, Means
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.compression import EXACT, Average, Compressing, Means
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -95,6 +95,7 @@ class QSVRG(Optimizer):
     """
 
     compares_gradients = False  # in the first step of an epoch all ranks have the same vector
+    two_gradients = "each of its steps takes two, at the parameters and at the snapshot"
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
     averaging: Averaging = Averaging(topology="all_gather", feedback=False)
@@ -107,9 +108,9 @@ class QSVRG(Optimizer):
             raise ValueError("feedback is True; expected False: the steps of QSVRG are unbiased")
 
     @cached_property
-    def compression(self) -> Compression:
+    def compression(self) -> Compressing:
         """What this optimizer compresses, and how."""
-        return Compression(self.averaging.mean(self.compressor), self.exact, self.compressors, unbiased=True)
+        return Compressing(self.averaging.mean(self.compressor), self.exact, self.compressors, unbiased=True)
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from qcomp.core.optimizers.freeze import FreezeAt, FreezeRule
 from qcomp.core.optimizers.schedules import Schedule
 
-__all__ = ["Plan", "Rounds", "Timetable"]
+__all__ = ["Rounds", "StepPlan", "Timetable"]
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What a step exchanges."""
 
     exact: bool
@@ -37,7 +37,7 @@ class Timetable:
     sync_steps: Schedule
     freeze: FreezeRule | None
 
-    def plan(self, step: int, frozen: int, *, apart: bool, moves: bool = True) -> Plan:
+    def plan(self, step: int, frozen: int, *, apart: bool, moves: bool = True) -> StepPlan:
         """Return what a step exchanges.
 
         Parameters
@@ -52,11 +52,11 @@ class Timetable:
             Whether the learning rate is above 0.
         """
         if not frozen and self.variance_steps(step):
-            return Plan(exact=True, compressed=apart)
+            return StepPlan(exact=True, compressed=apart)
         if not (moves or apart):
-            return Plan(exact=False, compressed=False)
+            return StepPlan(exact=False, compressed=False)
         waits = self.freeze is not None and not frozen
-        return Plan(exact=False, compressed=waits or self.sync_steps(step - frozen))
+        return StepPlan(exact=False, compressed=waits or self.sync_steps(step - frozen))
 
     def rounds(self, steps: int) -> Rounds:
         """Count the first ``steps`` steps by what they send."""

@@ -17,7 +17,7 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.own_counts import EXACT_STEPS, late_tensors, with_late, without_late
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
@@ -46,7 +46,7 @@ def stages_of_used(
     Parameters
     ----------
     optimizer : Optimizer
-        Any but `QSVRG`.
+        One whose steps take one gradient.
     params : sequence of arrays
         The parameters.
     grads : sequence of arrays or None

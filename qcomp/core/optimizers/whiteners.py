@@ -23,7 +23,7 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.random import Key
 from qcomp.core.numeric.whitening import half_of, unwhitened, whitened, whitener, whole_of
-from qcomp.core.optimizers.compression import Part
+from qcomp.core.optimizers.compression import AveragePart
 from qcomp.core.state import OptimizerState
 
 __all__ = ["WHITENER", "first_whiteners", "followed", "new_whiteners", "of_matrices"]
@@ -53,7 +53,7 @@ def of_matrices(state: OptimizerState) -> tuple[Array, ...]:
     return tuple([w for w, is_exact in zip(kept, state.exact, strict=False) if not is_exact])
 
 
-def new_whiteners(state: OptimizerState, mean: OwnedMean) -> Part:
+def new_whiteners(state: OptimizerState, mean: OwnedMean) -> AveragePart:
     """Ask for new whiteners: the owner of a matrix makes one from its momentum, and sends it to all."""
     exchange, values = state.exchange, list(of_matrices(state))
     owners = [0] * len(values)
@@ -67,7 +67,7 @@ def new_whiteners(state: OptimizerState, mean: OwnedMean) -> Part:
         values[segment.tensor] = whitener(matrix, values[segment.tensor])
     numbers = range(len(state.names), len(state.names) + len(values))
     nothing = MeanState(state.rank, state.size, (), ())
-    return Part(_FromOwners(owners=tuple(owners)), tuple(numbers), tuple(values), nothing, Key())
+    return AveragePart(_FromOwners(owners=tuple(owners)), tuple(numbers), tuple(values), nothing, Key())
 
 
 def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], mean: OwnedMean) -> MeanState:

@@ -19,10 +19,10 @@ from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_of_z
 from qcomp.core.optimizers.local_adam import LocalAdam
 from qcomp.core.optimizers.own_counts import as_updates, own_counts
 from qcomp.core.optimizers.remeasure import measured, step_on_codes
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
-from qcomp.core.optimizers.starting import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, copy
-from qcomp.core.optimizers.timetable import Plan, Rounds, Timetable
+from qcomp.core.optimizers.timetable import Rounds, StepPlan, Timetable
 from qcomp.core.state import OptimizerState
 
 __all__ = ["ZeroOneAdam"]
@@ -340,7 +340,7 @@ class ZeroOneAdam(LocalAdam):
         rule = None if self.freeze is None else freeze_rule(self.freeze)
         return Timetable(self.variance_steps, self.sync_steps, rule)
 
-    def _plan(self, state: OptimizerState) -> Plan:
+    def _plan(self, state: OptimizerState) -> StepPlan:
         """Return what the next step exchanges, the same on all ranks."""
         frozen, apart = int(state.numbers["frozen"]), state.stage == "local"
         return self._timetable.plan(state.step + 1, frozen, apart=apart, moves=self.rate(state) != 0)

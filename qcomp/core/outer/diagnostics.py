@@ -12,7 +12,7 @@ from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.state import OptimizerState
 

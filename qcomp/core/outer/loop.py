@@ -3,21 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.checkpoint.format import MAKER, TOPOLOGY, sealed, to_state_dict
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.stages import Stages, Transport, drive, owned, place_in
-from qcomp.core.mean.topologies.registry import AUTO
+from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients
 from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.makers import maker
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.starting import Place, begin, names_of, owner_of, resume
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, copy
 from qcomp.core.outer.fragments import LOCAL, due, stage_of, under_way
 from qcomp.core.outer.parts import put, take
@@ -96,7 +93,12 @@ class OuterLoop(OuterSettings):
     sends 2 (N - 1) / N * 32 bits per element. A state holds the shared parameters, residuals and outer moments, and the
     outer gradients of the fragments under way. Shared parameters are kept in float32 for parameters of half precision.
 
-    The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model. Source: Stich,
+    On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and of their outer
+    gradients under way, so that the mean of the outer gradients is the same. Residuals become mean_i e_i + e_s. A state
+    of the warm-up, or of an exact loop at the end of an outer round, fits every rank, on any number of ranks.
+
+    The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model: the caller saves
+    and restores them, and gives a new rank the state of an old one, or a new state. Source: Stich,
     ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments, delay, mixing); Sarfi
     et al., arXiv 2508.15706 (decaying residuals).
 
@@ -116,55 +118,6 @@ class OuterLoop(OuterSettings):
     >>> qcomp.comm.run_local(2, rank_main)
     [[0.498, 0.498], [0.498, 0.498]]
     """
-
-    def init(self, params: Any, comm: Transport, names: Sequence[str] | None = None) -> OptimizerState:
-        """Return the state before the first step, after verifying that all ranks were started alike.
-
-        Parameters
-        ----------
-        params : array or sequence of arrays
-            The parameters, of one library and device; equal on all ranks.
-        comm : Communicator
-            The ranks that exchange; the inner optimizer works without them, for instance over
-            ``qcomp.comm.LocalCommunicator.alone()``.
-        names : sequence of str, optional
-            Names of the parameters in checkpoints and policies; by default their numbers.
-
-        Raises
-        ------
-        MismatchError
-            On every rank, if the ranks differ in version, settings, names or shapes, or in a parameter's values.
-        ValueError
-            On every rank, if a group or a policy has a pattern that matches no name, or ``fragments`` does not fit.
-        """
-        return drive(self.init_stages(params, **place_in(comm), names=names), comm)
-
-    def init_stages(
-        self,
-        params: Any,
-        *,
-        rank: int,
-        size: int,
-        host: str | None = None,
-        names: Sequence[str] | None = None,
-        number: int = 0,
-    ) -> Stages[OptimizerState]:
-        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
-
-        Parameters
-        ----------
-        params, names
-            As for `init`.
-        rank, size : int
-            This rank, and the number of ranks.
-        host : str, optional
-            Name of this rank's machine, which a topology may depend on.
-        number : int
-            As for `Optimizer.init_stages`.
-        """
-        tensors = as_tensors(params, "params")
-        place = Place(rank, size, host, number)
-        return (yield from begin(self, tensors, names_of(names, tensors), place, compare=True))
 
     def average(self, grads: Any, state: OptimizerState, comm: Transport) -> Any:
         """Return the exact mean of the gradients over the ranks in the warm-up, and the given gradients afterwards.
@@ -444,109 +397,15 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             The state to save.
         """
-        saved = to_state_dict(self.whole(params, state), self.mean_of(state)) | {MAKER: maker(self)}
-        chosen = {TOPOLOGY: state.exchange.topology} if self.mean.topology == AUTO else {}
-        return sealed({**saved, **chosen})
-
-    def load_state_dict(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        params: Any,
-        comm: Transport,
-        names: Sequence[str] | None = None,
-        *,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-    ) -> tuple[Any, OptimizerState]:
-        """Return the parameters and the state saved by `state_dict`; training resumes as if it had never stopped.
-
-        On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and of their outer
-        gradients under way, so that the mean of the outer gradients is the same. Residuals become mean_i e_i + e_s, as
-        for `Optimizer.load_state_dict`. The caller restores the states of the inner optimizers: give a new rank the
-        state of an old one, or a new state.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
-            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others. A dict of
-            the warm-up, or of an exact loop at the end of an outer round, fits every rank, on any number of ranks.
-        params : array or sequence of arrays
-            Parameters of the same shapes and dtypes, with any values, equal on all ranks.
-        comm, names
-            As for `init`.
-        strict : bool
-            Whether the loop that saved the state must have had the same compressors. False also silences the warning
-            about other settings.
-        lost : {"raise", "drop"}
-            As for `Optimizer.load_state_dict`. With ``"drop"`` every rank resumes with the mean of the parameters and
-            outer gradients under way that are there.
-
-        Returns
-        -------
-        params : array or list of arrays
-            This rank's parameters.
-        state : OptimizerState
-
-        Raises
-        ------
-        ValueError, MismatchError
-            As for `Optimizer.load_state_dict`.
-        """
-        stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
-        return drive(stages, comm)
-
-    def load_stages(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        params: Any,
-        *,
-        rank: int,
-        size: int,
-        host: str | None = None,
-        names: Sequence[str] | None = None,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-        number: int = 0,
-    ) -> Stages[tuple[Any, OptimizerState]]:
-        """Do what `load_state_dict` does as a generator of pure stages.
-
-        Parameters
-        ----------
-        saved, params, names, strict, lost
-            As for `load_state_dict`.
-        rank, size, host, number
-            As for `init_stages`.
-        """
-        tensors = as_tensors(params, "params")
-        names, place = names_of(names, tensors), Place(rank, size, host, number)
-        whole = yield from resume(self, saved, tensors, names, place, strict=strict, missing=lost)
-        loaded, state = self.parted(tensors, whole)
-        return as_given(loaded, params), state
+        return self.record(self.whole(params, state))
 
     def whole(self, params: Any, state: OptimizerState) -> OptimizerState:
-        """Return a state that also has this rank's parameters, as a saved one does; the inverse of `parted`.
-
-        Parameters
-        ----------
-        params : array or sequence of arrays
-            This rank's parameters; the state gets copies in the dtype in which they are computed.
-        state : OptimizerState
-            The state of the last step.
-        """
+        """Return a state that also has this rank's parameters, as a saved one does, in copies."""
         local = tuple(copy(to_compute_dtype(p)) for p in fitting(params, state))
         return state._replace(arrays={**state.arrays, OWN: local})
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Split a state that has both into a rank's parameters and its state.
-
-        Parameters
-        ----------
-        like : array or sequence of arrays
-            Parameters with any values, which give the dtypes.
-        whole : OptimizerState
-            From `whole`.
-        """
+        """Split a state that has both into a rank's parameters and its state."""
         arrays = dict(whole.arrays)
         pairs = zip(as_tensors(like, "like"), arrays.pop(OWN), strict=True)
         return as_given([_in_dtype_of(p, x) for p, x in pairs], like), whole._replace(arrays=arrays)

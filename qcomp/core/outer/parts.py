@@ -6,13 +6,13 @@ from functools import lru_cache
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.numeric.arrays import Array
-from qcomp.core.optimizers.compression import Compression
+from qcomp.core.optimizers.compression import Compressing
 from qcomp.core.state import OptimizerState
 
 __all__ = ["put", "take"]
 
 
-def take(state: OptimizerState, members: tuple[int, ...], compression: Compression) -> OptimizerState:
+def take(state: OptimizerState, members: tuple[int, ...], compression: Compressing) -> OptimizerState:
     """Return the state of some tensors alone: names, choices, moments, residuals, and every kind of arrays.
 
     Parameters
@@ -42,7 +42,7 @@ def take(state: OptimizerState, members: tuple[int, ...], compression: Compressi
 
 
 def put(
-    part: OptimizerState, state: OptimizerState, members: tuple[int, ...], compression: Compression
+    part: OptimizerState, state: OptimizerState, members: tuple[int, ...], compression: Compressing
 ) -> OptimizerState:
     """Return the state of all tensors with the moments, residuals and arrays of some from `take`.
 
@@ -75,7 +75,7 @@ def _compressed(state: OptimizerState, members: Sequence[int]) -> tuple[int, ...
     return tuple(numbers.index(i) for i in members if not state.exact[i])
 
 
-def _mean(compression: Compression, state: OptimizerState) -> TensorwiseMean:
+def _mean(compression: Compressing, state: OptimizerState) -> TensorwiseMean:
     mean = compression.mean_of(state)
     assert isinstance(mean, TensorwiseMean)
     return mean

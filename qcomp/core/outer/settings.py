@@ -1,7 +1,7 @@
 """The settings of an outer loop, and what its state holds in each stage."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,19 +10,18 @@ from qcomp.core.checkpoint.format import MAKER, SERVER, WORKER
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
-from qcomp.core.mean.averaging import Averaging, TakesAveraging
-from qcomp.core.mean.compressed_mean import CompressedMean
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.compression import EXACT, Compression
+from qcomp.core.optimizers.compression import EXACT, Compressing
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.optimizers.makers import maker
+from qcomp.core.optimizers.replica import Replica
 from qcomp.core.optimizers.sgd import SGD
 from qcomp.core.optimizers.tensors import copy
 from qcomp.core.outer.fragments import LOCAL, assign, stage_of, under_way
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
-from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
 __all__ = ["ANCHOR", "OWN", "SENT", "WARMUP", "OuterSettings", "nothing_like", "rounds_key"]
@@ -35,7 +34,7 @@ ANCHOR, SENT, OWN = "anchor", "sent", "local"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterSettings(TakesAveraging):
+class OuterSettings(Replica[tuple[Any, OptimizerState]]):
     """The settings of `OuterLoop`, see there, and the form of its state."""
 
     outer: Optimizer = SGD(learning_rate=1.0)
@@ -54,7 +53,7 @@ class OuterSettings(TakesAveraging):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        super().__post_init__()
         if not isinstance(self.outer, Optimizer) or self.outer.compression.mean is not EXACT:
             raise TypeError(
                 f"outer is {self.outer!r}; expected an optimizer whose mean is exact, such as qcomp.SGD(...): the loop "
@@ -100,57 +99,28 @@ class OuterSettings(TakesAveraging):
                 )
 
     @cached_property
-    def compression(self) -> Compression:
+    def compression(self) -> Compressing:
         """What the loop compresses, and how."""
         averaging = self.averaging
         if not averaging.tensorwise:
             averaging = replace(averaging, tensorwise=True)
-        return Compression(averaging.mean(self.compressor), self.exact, self.compressors)
+        return Compressing(averaging.mean(self.compressor), self.exact, self.compressors)
 
-    @property
-    def mean(self) -> CompressedMean:
-        """The mean of the outer gradients, if all tensors use one compressor; its residuals are in the state."""
-        return self.compression.mean
+    def moves(self) -> tuple[Sequence[Group], float | Callable[[int], float]]:
+        """Return the groups and the learning rate of the outer optimizer."""
+        return self.outer.moves()
 
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The groups of the outer optimizer."""
-        return self.outer.groups
-
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate of the outer optimizer, or its schedule."""
-        return self.outer.learning_rate
-
-    def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return the mean of the outer gradients for a state, with the choices of policies and of topology "auto".
-
-        Parameters
-        ----------
-        state : OptimizerState
-            The state to average for.
-        """
-        return self.compression.mean_of(state)
+    def _loaded(self, params: Any, state: OptimizerState) -> tuple[Any, OptimizerState]:
+        return params, state
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:
-        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
-
-        Parameters
-        ----------
-        stage : str
-            ``"warmup"``, ``"local"`` or ``"under way ..."``.
-        """
+        """Return the kinds of arrays that differ between ranks in a stage, besides the residuals."""
         return (OWN, SENT) if self.apart(stage) else ()
 
     def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the kinds of arrays in which saved states of the ranks may differ, see `Optimizer.differing_kinds`.
+        """Return the kinds of arrays in which saved states of the ranks may differ.
 
         There are none in the warm-up, and residuals alone where an outer round has just ended on all parameters.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar
-            From `state_dict`; numbers and texts are Python objects.
         """
         if not self.apart(saved["stage"]):
             return ()
@@ -166,49 +136,17 @@ class OuterSettings(TakesAveraging):
         return not step or (since_landing > 0 and since_landing % self.every == 0)
 
     def apart(self, stage: str) -> bool:
-        """Return whether the ranks have different parameters in a stage by design: after the warm-up.
-
-        Parameters
-        ----------
-        stage : str
-            ``"warmup"``, ``"local"`` or ``"under way ..."``.
-        """
+        """Return whether the ranks have different parameters in a stage by design: after the warm-up."""
         return stage != WARMUP
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return the limits of ``state.numbers`` in a saved state, see `Optimizer.limits`.
-
-        Parameters
-        ----------
-        state : OptimizerState
-            What `enter` returns for the stage of the checkpoint, with its step.
-        """
+        """Return the limits of ``state.numbers`` in a saved state."""
         rounds = Number(least=0, most=state.step, whole=True)
         of_fragments = {rounds_key(fragment): rounds for fragment in range(self.fragments)}
         return {**self.outer.limits(state), **of_fragments}
 
-    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Return a saved state with exactly the entries of this loop.
-
-        Parameters
-        ----------
-        saved : mapping of str to array or scalar
-            From `state_dict`.
-        fresh : OptimizerState
-            The state before the first step.
-        """
-        return saved
-
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return a state with room for everything that a checkpoint of a stage holds.
-
-        Parameters
-        ----------
-        state : OptimizerState
-            The state before the first step, with the step of the checkpoint.
-        stage : str
-            The stage of the checkpoint.
-        """
+        """Return a state with room for everything that a checkpoint of a stage holds."""
         sent = under_way(stage)
         if stage not in (WARMUP, stage_of(sent)) or not all(
             0 <= fragment < self.fragments and 0 < step <= state.step for fragment, step in sent.items()
@@ -228,17 +166,7 @@ class OuterSettings(TakesAveraging):
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:
-        """Return the state before the first step, without an exchange.
-
-        Parameters
-        ----------
-        params : sequence of arrays
-            The parameters.
-        names : tuple of str
-            Their names.
-        rank, size : int
-            This rank, and the number of ranks.
-        """
+        """Return the state before the first step, without an exchange."""
         if self.fragments > len(params):
             raise ValueError(
                 f"fragments is {self.fragments}; expected at most one for each of {len(params)} tensors"

@@ -10,11 +10,11 @@ from typing import Any
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.optimizers.compression import Means
 
-__all__ = ["BackwardPass", "Bucket", "Part", "put_means"]
+__all__ = ["BackwardPass", "Bucket", "Piece", "put_means"]
 
 
 @dataclass(eq=False)
-class Part:
+class Piece:
     """Gradients of a bucket that are averaged together."""
 
     numbers: tuple[int, ...]
@@ -39,7 +39,7 @@ class Part:
 class Bucket:
     """A bucket of DistributedDataParallel."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Piece, ...]
     buffer: Any
     future: Any
 
@@ -82,7 +82,7 @@ class BackwardPass:
     _over: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Piece]:
         """The parts of all buckets."""
         return [part for bucket in self.buckets for part in bucket.parts]
 
@@ -114,7 +114,7 @@ class BackwardPass:
         self._over.wait()
 
 
-def put_means(part: Part) -> None:
+def put_means(part: Piece) -> None:
     """Replace the gradients of a part with their means, except for parameters that no rank used."""
     assert part.means is not None
     # Further averages follow the means of the gradients.

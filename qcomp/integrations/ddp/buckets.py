@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from qcomp.checkpoint.saves import Saves
 from qcomp.comm.torch_dist import over_ranks
 from qcomp.comm.verbs import Verbs
+from qcomp.core.checkpoint.gathering import states_in
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, Stages, fuse, owned
@@ -23,17 +26,16 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.moved_zeros import look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.own_counts import of_tensors
-from qcomp.core.optimizers.qsvrg import QSVRG
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part
-from qcomp.integrations.ddp.conveyor import Conveyor, Job
+from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece
+from qcomp.integrations.ddp.conveyor import Conveyor, Parcel
 from qcomp.integrations.ddp.parameters import AveragedParameters
 from qcomp.integrations.ddp.stream import SideStream
 from qcomp.private_names.torch import call_at_end
 
-__all__ = ["BucketedStep"]
+__all__ = ["BucketedStep", "SavesState", "with_own_moments"]
 
 PART_BYTES = 8 << 20
 """The smallest part, in bytes of gradients, that is exchanged while the next one is compressed."""
@@ -162,7 +164,7 @@ class BucketedStep:
         self._conveyor.occupy()
         context = partial(self._stream.after, self._stream.mark())
         owned_stages = self._owned(stages, "before the first bucket")
-        self._conveyor.put([Job(owned_stages, done=done, failed=done, context=context)], last=False)
+        self._conveyor.put([Parcel(owned_stages, done=done, failed=done, context=context)], last=False)
 
     def take(self) -> Means:
         """Return the averages of all tensors, as `Average.stages` does; the next step can start."""
@@ -213,14 +215,14 @@ class BucketedStep:
     def _new_pass(self) -> BackwardPass:
         return BackwardPass(len(self.params.tensors))
 
-    def _part_of(self, pairs: Sequence[tuple[int, Any]]) -> Part:
+    def _part_of(self, pairs: Sequence[tuple[int, Any]]) -> Piece:
         numbers, gradients = zip(*pairs, strict=True)
         # Means may overwrite what is sent, but not the gradient of a parameter that nobody used.
         sent = tuple(
             gradient if self.params.used(number) or not self._leaves_out_unused else gradient.clone()
             for number, gradient in pairs
         )
-        return Part(numbers, gradients, sent)
+        return Piece(numbers, gradients, sent)
 
     def _compare(self, running: BackwardPass, gradients: Sequence[tuple[int, Any]]) -> None:
         """Copy a bucket's sample before means overwrite it; compare the samples once all buckets have arrived."""
@@ -237,7 +239,7 @@ class BucketedStep:
         same = same_gradients(running.samples, self.state.size, running.samples[0])
         stages = self._owned(same, "comparison of gradients")
         context = partial(self._stream.after, self._stream.mark())
-        self._conveyor.put([Job(stages, done=compared, failed=fail, context=context)], last=False)
+        self._conveyor.put([Parcel(stages, done=compared, failed=fail, context=context)], last=False)
 
     def _put(self, buckets: Sequence[Bucket], *, scale: float) -> None:
         """Start to average some buckets."""
@@ -249,7 +251,7 @@ class BucketedStep:
                 over = partial(self._part_is_over, running, bucket, part)
                 first = self.params.names[part.numbers[0]]
                 stages = self._owned(self._stages(part, scale), f"gradients from {first!r} on")
-                jobs.append(Job(stages, done=over, failed=over, context=context, joins=self._low_rank))
+                jobs.append(Parcel(stages, done=over, failed=over, context=context, joins=self._low_rank))
         self._conveyor.put(jobs, last=running.is_complete)
 
     def _put_clipped(self) -> None:
@@ -264,7 +266,7 @@ class BucketedStep:
 
         self._conveyor.put(
             [
-                Job(
+                Parcel(
                     self._owned(self.optimizer.clip_scale(gradients, self.state), "global norm"),
                     done=lambda scale: self._put(running.buckets, scale=scale),
                     failed=fail,
@@ -275,7 +277,7 @@ class BucketedStep:
         )
 
     def _part_is_over(
-        self, running: BackwardPass, bucket: Bucket, part: Part, outcome: Means | BaseException
+        self, running: BackwardPass, bucket: Bucket, part: Piece, outcome: Means | BaseException
     ) -> None:
         if isinstance(outcome, NonFiniteError):
             running.refusal = running.refusal or outcome
@@ -326,7 +328,7 @@ class BucketedStep:
         )
         stages = self._owned(names, "gradients that are not finite")
         context = partial(self._stream.after, self._stream.mark())
-        self._conveyor.put([Job(stages, done=told, failed=told, context=context)], last=True)
+        self._conveyor.put([Parcel(stages, done=told, failed=told, context=context)], last=True)
 
     def _end(self, running: BackwardPass) -> None:
         """Report the outcome of a backward pass to the owner, once all its buckets have arrived."""
@@ -356,7 +358,7 @@ class BucketedStep:
         finally:
             self.params.forget_uses()
 
-    def _stages(self, part: Part, scale: float) -> Stages[Means]:
+    def _stages(self, part: Piece, scale: float) -> Stages[Means]:
         """Average what the optimizer requests for these gradients."""
         state = self._part(part.numbers)
         zeros = look_at(part.sent, state.exact, sample=True) if self.optimizer.may_move_zeros(state) else None
@@ -380,7 +382,7 @@ class BucketedStep:
             part.moved_zeros = yield from moved_zeros(zeros, looked, state, part.gradients[0])
         return means
 
-    def _unused_by_all(self, part: Part) -> Stages[frozenset[int]]:
+    def _unused_by_all(self, part: Piece) -> Stages[frozenset[int]]:
         """Return which parameters of a part no rank used; sends a byte for each."""
         flags = [self.params.used(number) for number in part.numbers]
         message = torch.tensor(flags, dtype=torch.uint8, device=part.gradients[0].device)
@@ -414,7 +416,7 @@ class BucketedStep:
             self._known = exchange, residuals
         return residuals
 
-    def _split(self, exchange: MeanState, part: Part) -> dict[int, MeanState]:
+    def _split(self, exchange: MeanState, part: Piece) -> dict[int, MeanState]:
         """Return the new residuals of each tensor of a part, if any, cut as the old ones are."""
         if not exchange.worker:
             return {}
@@ -440,6 +442,73 @@ class BucketedStep:
         mean = self.optimizer.mean_of(state)
         assert isinstance(mean, TensorwiseMean)
         return mean
+
+
+class SavesState(ABC):
+    """Base of what keeps the state of a `BucketedStep`, and saves and loads it."""
+
+    _saves: Saves
+
+    @property
+    @abstractmethod
+    def _running(self) -> BucketedStep:
+        """The step whose state it is."""
+
+    def _go_on_from(self, loaded: OptimizerState) -> None:
+        """Make a loaded state the current one."""
+        self._running.state = loaded
+
+    def gather_states(self, to: int = 0) -> None:
+        """Give one rank the states of all, so that its `state_dict` has them until the state changes. Collective.
+
+        For scripts and frameworks in which one rank saves for all; every rank loads that dict.
+
+        Parameters
+        ----------
+        to : int
+            The rank that will save; it needs memory for the residuals of all ranks.
+        """
+        step = self._running
+        own, like = step.optimizer.state_dict(step.state), step.values()[0]
+        self._saves.gather(own, step.optimizer, step.state, step.comm, like=like, root=to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
+
+        After `gather_states`, the rank that has gathered returns those of all ranks, under keys such as "rank 0 of 2".
+
+        Warns
+        -----
+        UserWarning
+            Once, if only some ranks save their residuals; see ``state_dict`` of the optimizers in `qcomp.torch`.
+        """
+        step = self._running
+        own = step.optimizer.state_dict(with_own_moments(step.state))
+        self._saves.note(step.optimizer, step.state, own, step.comm)
+        return self._saves.of_all or own
+
+    def load_state_dict(
+        self,
+        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        lost: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
+        step = self._running
+        states = states_in(saved, step.comm.rank, step.comm.size)
+        loaded = step.optimizer.load_state_dict(
+            states, step.values(), step.comm, step.params.names, strict=strict, lost=lost
+        )
+        self._saves.forget()
+        self._go_on_from(loaded)
+
+
+def with_own_moments(state: OptimizerState) -> OptimizerState:
+    """Return a state with its own copies of the moments, since a step overwrites them."""
+    return state._replace(
+        momentum=tuple(m.clone() for m in state.momentum), variance=tuple(v.clone() for v in state.variance)
+    )
 
 
 def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
@@ -469,10 +538,10 @@ def _separable(optimizer: Optimizer) -> Optimizer:
             f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
             "qcomp.OneBitAdam(...)"
         )
-    if isinstance(optimizer, QSVRG):
+    if optimizer.two_gradients:
         raise ValueError(
-            "optimizer is a QSVRG; expected one that steps with one gradient: each of its steps takes two, at the "
-            "parameters and at the snapshot, and a backward pass has one. Call its own step, without "
+            f"optimizer is a {type(optimizer).__name__}; expected one that steps with one gradient: "
+            f"{optimizer.two_gradients}, and a backward pass has one. Call its own step, without "
             "DistributedDataParallel"
         )
     if averaging.tensorwise:

@@ -15,7 +15,7 @@ from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse, owned
 
-__all__ = ["Conveyor", "Job", "require_unoccupied"]
+__all__ = ["Conveyor", "Parcel", "require_unoccupied"]
 
 _JOINED_BYTES = 1 << 20
 """Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
@@ -29,7 +29,7 @@ _claims = threading.RLock()
 
 
 @dataclass(eq=False)
-class Job:
+class Parcel:
     """A computation in stages and its callbacks, which run in the conveyor's thread."""
 
     stages: Stages[Any]
@@ -68,9 +68,9 @@ class Conveyor:
         with _claims:  # a backward pass that was interrupted never ends
             for other in [each for each in _busy if each.comm is comm]:
                 _busy.discard(other)
-        self._queue: SimpleQueue[tuple[Sequence[Job], bool] | None] = SimpleQueue()
-        self._under_way: deque[Job] = deque()
-        self._waiting: list[tuple[Job, Exchange]] = []
+        self._queue: SimpleQueue[tuple[Sequence[Parcel], bool] | None] = SimpleQueue()
+        self._under_way: deque[Parcel] = deque()
+        self._waiting: list[tuple[Parcel, Exchange]] = []
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -85,7 +85,7 @@ class Conveyor:
         with _claims:
             _busy.discard(self)
 
-    def put(self, jobs: Sequence[Job], *, last: bool) -> None:
+    def put(self, jobs: Sequence[Parcel], *, last: bool) -> None:
         """Add some jobs, and return at once. No jobs follow the ``last`` ones before these are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qcomp-ddp", daemon=True)
@@ -117,11 +117,11 @@ class Conveyor:
                     if job in self._under_way:
                         self._advance(job)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Parcel) -> None:
         """Let a job compute up to its first exchange, and wait."""
         self._run_job(job, lambda: self._waiting.append((job, next(job.stages))))
 
-    def _advance(self, job: Job) -> None:
+    def _advance(self, job: Parcel) -> None:
         """Move a job to its next exchange, or to its end."""
 
         def advance() -> None:
@@ -131,7 +131,7 @@ class Conveyor:
         if not self._run_job(job, advance):
             self._under_way.remove(job)
 
-    def _run_job(self, job: Job, work: Callable[[], None]) -> bool:
+    def _run_job(self, job: Parcel, work: Callable[[], None]) -> bool:
         """Do some work of a job; return whether it goes on, and tell its outcome otherwise."""
         with job.context():
             try:
@@ -167,7 +167,7 @@ def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(_END_SECONDS)
 
 
-def _joined(waiting: Sequence[tuple[Job, Exchange]]) -> Job:
+def _joined(waiting: Sequence[tuple[Parcel, Exchange]]) -> Parcel:
     """Return one job in place of several that wait before their first exchanges."""
     jobs = [job for job, _ in waiting]
 
@@ -181,7 +181,7 @@ def _joined(waiting: Sequence[tuple[Job, Exchange]]) -> Job:
 
     stages = fuse([_resumed(job.stages, first) for job, first in waiting])
     owner = waiting[0][1].owner
-    return Job(stages if owner is None else owned(stages, owner), done, failed, jobs[-1].context)
+    return Parcel(stages if owner is None else owned(stages, owner), done, failed, jobs[-1].context)
 
 
 def _resumed(stages: Stages[Any], request: Exchange) -> Stages[Any]:

@@ -2,7 +2,7 @@
 
 # DistributedDataParallel reads the annotations of a hook, so they are not postponed here.
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,7 +10,6 @@ from torch.distributed import GradBucket
 
 from qcomp.checkpoint.saves import Saves
 from qcomp.comm.verbs import Verbs
-from qcomp.core.checkpoint.gathering import states_in
 from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.owed import owed
@@ -18,14 +17,13 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
 from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradients
-from qcomp.integrations.ddp.buckets import BucketedStep
+from qcomp.integrations.ddp.buckets import BucketedStep, SavesState
 from qcomp.integrations.ddp.gradient_mean import GradientMean
-from qcomp.integrations.ddp.parameters import with_plain_names
 
 __all__ = ["HookState", "compress_gradients", "hook"]
 
 
-class HookState:
+class HookState(SavesState):
     """The state of a hook: the residuals by parameter name, and the number of iterations.
 
     Made by `hook`. It can be pickled, for example into a checkpoint. After loading, call `attach` with the model.
@@ -86,50 +84,6 @@ class HookState:
     def skipped(self) -> int:
         """Number of backward passes skipped because a gradient on some rank was not finite."""
         return self._running.state.skipped
-
-    def gather_states(self, to: int = 0) -> None:
-        """Give one rank the states of all, so that its `state_dict` has them until the next backward pass. Collective.
-
-        For scripts and frameworks in which one rank saves for all; every rank loads that dict.
-
-        Parameters
-        ----------
-        to : int
-            The rank that will save; it needs memory for the residuals of all ranks.
-        """
-        step = self._running
-        own, like = step.optimizer.state_dict(step.state), step.values()[0]
-        self._saves.gather(own, step.optimizer, step.state, step.comm, like=like, root=to)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
-
-        After `gather_states`, the rank that has gathered returns those of all ranks, under keys such as "rank 0 of 2".
-
-        Warns
-        -----
-        UserWarning
-            Once, if only some ranks save their residuals; see ``state_dict`` of the optimizers in `qcomp.torch`.
-        """
-        step = self._running
-        own = step.optimizer.state_dict(step.state)
-        self._saves.note(step.optimizer, step.state, own, step.comm)
-        return self._saves.of_all or own
-
-    def load_state_dict(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-    ) -> None:
-        """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
-        step = self._running
-        states = with_plain_names(states_in(saved, step.comm.rank, step.comm.size))
-        step.state = step.optimizer.load_state_dict(
-            states, step.values(), step.comm, step.params.names, strict=strict, lost=lost
-        )
-        self._saves.forget()
 
     def leave(self) -> dict[int, Any]:
         """Detach this state from its model, and return what is owed to the next gradients of this rank, by number.

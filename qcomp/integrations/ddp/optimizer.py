@@ -1,7 +1,8 @@
 """A qcomp optimizer under DistributedDataParallel whose exchange overlaps with the backward pass."""
 
 # DistributedDataParallel reads the annotations of a hook, so they are not postponed here.
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,18 +11,17 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from qcomp.checkpoint.saves import Saves
 from qcomp.comm.verbs import Verbs
-from qcomp.core.checkpoint.gathering import states_in
-from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.stages import drive, owned
+from qcomp.core.errors import MismatchError, NonFiniteError
+from qcomp.core.mean.stages import Stages, drive, owned
 from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.agreement import compare_new_stage
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.starting import owner_of
+from qcomp.core.optimizers.replica import owner_of
+from qcomp.core.optimizers.unused import same_settings, settings_since
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Part, put_means
-from qcomp.integrations.ddp.buckets import BucketedStep
-from qcomp.integrations.ddp.parameters import with_plain_names
+from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece, put_means
+from qcomp.integrations.ddp.buckets import BucketedStep, SavesState, with_own_moments
 from qcomp.integrations.ddp.witness import Witness, shared_verdict
 from qcomp.private_names.torch import hooks_of, is_joined_without
 
@@ -33,7 +33,7 @@ _CLIP = (
 )
 
 
-class OverlappedOptimizer(Joinable):
+class OverlappedOptimizer(SavesState, Joinable):
     """1-bit Adam, or another optimizer that compresses, for a model under DistributedDataParallel.
 
     It registers a communication hook that averages gradients in the warm-up and momenta later, bucket by bucket during
@@ -45,9 +45,10 @@ class OverlappedOptimizer(Joinable):
     model : torch.nn.parallel.DistributedDataParallel
         A model without a communication hook, preferably with ``gradient_as_bucket_view=True``. A parameter that no rank
         used in a step counts as having a gradient of zero.
-    optimizer : Optimizer
+    optimizer : Optimizer or callable
         `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange starts when the
-        last gradient has arrived, since the norm needs all of them.
+        last gradient has arrived, since the norm needs all of them. If settings change between steps: a callable that
+        returns the optimizer of the next backward pass, and its settings as text, which the ranks compare.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each.
 
@@ -56,7 +57,7 @@ class OverlappedOptimizer(Joinable):
     MismatchError
         On every rank, if the ranks differ in the optimizer's settings or in the model.
     ValueError
-        If the optimizer needs all gradients before it can exchange any, or two of each, as `qcomp.QSVRG` does.
+        If the optimizer needs all gradients before it can exchange any, or two of each.
 
     Notes
     -----
@@ -84,10 +85,21 @@ class OverlappedOptimizer(Joinable):
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, model: Any, optimizer: Optimizer, comm: Verbs | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer | Callable[[], tuple[Optimizer, str]],
+        comm: Verbs | None = None,
+    ) -> None:
         super().__init__()
+        self._live = optimizer if callable(optimizer) and not isinstance(optimizer, type) else None
+        first: Any = optimizer
+        self._used: Any = first if self._live is None else self._live()[0]
+        self._told = ""
+        self._agreed = threading.Event()
+        self._disagreement: MismatchError | None = None
         self._step = BucketedStep(
-            optimizer, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=False
+            self._used, model, comm, deliver=self._deliver, finish=self._finish, leaves_out_unused=False
         )
         self._model = model
         self._saves = Saves()
@@ -121,6 +133,25 @@ class OverlappedOptimizer(Joinable):
         """The optimizer's state after the last step; the next step overwrites its arrays."""
         return self._step.state
 
+    @property
+    def _running(self) -> BucketedStep:
+        return self._step
+
+    @property
+    def comm(self) -> Any:
+        """The communicator over which the ranks average."""
+        return self._step.comm
+
+    @property
+    def parameters(self) -> tuple[tuple[str, ...], list[Any]]:
+        """The names of the parameters that DistributedDataParallel averages, and these."""
+        return self._step.params.names, self._step.params.tensors
+
+    @property
+    def in_use(self) -> Optimizer:
+        """The optimizer, as the last backward pass used it."""
+        return self._step.optimizer
+
     def step(self) -> None:
         """Update the parameters with the averages of the backward pass.
 
@@ -129,10 +160,12 @@ class OverlappedOptimizer(Joinable):
         NonFiniteError
             On every rank, if a gradient on any rank was not finite, unless the optimizer skips such steps. Parameters
             and state do not change.
+        MismatchError
+            On every rank, if settings that may change differed between ranks in the backward pass.
         RuntimeError
-            If there was no backward pass since the last step, or it did not finish. On every rank, if a gradient was
-            changed on any rank after its momentum was averaged; on that rank alone, if no rank had written to gradients
-            until the first step of momenta.
+            If there was no backward pass since the last step, or it did not finish, or settings have changed since. On
+            every rank, if a gradient was changed on any rank after its momentum was averaged; on that rank alone, if no
+            rank had written to gradients until the first step of momenta.
 
         Warns
         -----
@@ -147,6 +180,7 @@ class OverlappedOptimizer(Joinable):
                 f"{step.params.named(running.missing)}. If a forward pass does not use all parameters, create "
                 "DistributedDataParallel with find_unused_parameters=True"
             )
+        self._require_told()
         if running.refusal is not None:
             if step.optimizer.nonfinite == "raise":
                 step.discard()
@@ -179,57 +213,30 @@ class OverlappedOptimizer(Joinable):
                 else:
                     param.grad.zero_()
 
-    def gather_states(self, to: int = 0) -> None:
-        """Give one rank the states of all, so that its `state_dict` has them until the next step; see `HookState`.
-
-        Parameters
-        ----------
-        to : int
-            The rank that will save.
-        """
-        step = self._step
-        own, like = step.optimizer.state_dict(step.state), step.values()[0]
-        self._saves.gather(own, step.optimizer, step.state, step.comm, like=like, root=to)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
-
-        After `gather_states`, the rank that has gathered returns those of all ranks, under keys such as "rank 0 of 2".
-
-        Warns
-        -----
-        UserWarning
-            Once, if only some ranks save their residuals; see ``state_dict`` of the optimizers in `qcomp.torch`.
-        """
-        step = self._step
-        own = step.optimizer.state_dict(_with_own_moments(step.state))
-        self._saves.note(step.optimizer, step.state, own, step.comm)
-        return self._saves.of_all or own
-
-    def load_state_dict(
-        self,
-        saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        strict: bool = True,
-        lost: Literal["raise", "drop"] = "raise",
-    ) -> None:
-        """Continue from a saved state, possibly of another number of ranks; see `Optimizer.load_state_dict`."""
-        step = self._step
-        states = with_plain_names(states_in(saved, step.comm.rank, step.comm.size))
-        loaded = step.optimizer.load_state_dict(
-            states, step.values(), step.comm, step.params.names, strict=strict, lost=lost
-        )
-        self._saves.forget()
-        step.discard()  # averages of another state
-        step.state = _with_own_moments(loaded)
+    def adopt(self, saved: Any, optimizer: Optimizer, lost: Literal["raise", "drop"]) -> None:
+        """Continue from a saved state, with an optimizer that has its settings; the next pass reads them anew."""
+        before, self._used = self._step.optimizer, None
+        self._step.use(optimizer)
+        try:
+            self.load_state_dict(saved, lost=lost)
+        except Exception:
+            self._step.use(before)
+            raise
 
     def exchange(self, bucket: Any) -> Any:
-        """Start to average a bucket; `step` uses the result."""
+        """Start to average a bucket; `step` uses the result. The first of a backward pass reads changed settings."""
         if is_joined_without(self._model, self):
             raise RuntimeError(
                 "a rank without inputs must take part in the steps of the others, so model.join() is not enough: use "
                 "torch.distributed.algorithms.Join([model, optimizer]), with the model first"
             )
+        if self._live is not None and self._step.is_idle:
+            optimizer, self._told = self._live()
+            if optimizer is not self._used:
+                self._step.use(optimizer)
+                self._used = optimizer
+            self._agreed.clear()
+            self._step.run_beside(self._compared(), done=self._note)
         return self._step.exchange(bucket)
 
     def step_if_averaged(self) -> None:
@@ -251,6 +258,39 @@ class OverlappedOptimizer(Joinable):
         """The process group of the model, for torch's ``Join``."""
         return self._model.join_process_group
 
+    def _go_on_from(self, loaded: OptimizerState) -> None:
+        self._step.discard()  # averages of another state
+        self._step.state = with_own_moments(loaded)
+
+    def _compared(self) -> Stages[MismatchError | None]:
+        """Return how the settings differ between ranks; an error would end all later exchanges."""
+        try:
+            settings = settings_since(self._told, self._step.optimizer, self.state)
+            yield from same_settings(settings, self.state, self._step.params.tensors[0])
+        except MismatchError as error:
+            return error
+        return None
+
+    def _note(self, outcome: Any) -> None:
+        """Record the outcome of the comparison; the buckets report an error of the communicator."""
+        self._disagreement = outcome if isinstance(outcome, MismatchError) else None
+        self._agreed.set()
+
+    def _require_told(self) -> None:
+        """Raise unless the settings are those of the backward pass, on all ranks."""
+        if self._live is None:
+            return
+        self._agreed.wait()
+        if self._disagreement is not None:
+            self._step.discard()
+            raise self._disagreement
+        _, now = self._live()
+        if now != self._told:
+            raise RuntimeError(
+                f"the settings of param_groups were {self._told} in the backward pass, which has used them, and are "
+                f"{now} now: change them before the backward pass, or after step(), as scheduler.step() does"
+            )
+
     def _deliver(self, bucket: Bucket) -> None:
         """Replace gradients with their means; means of momenta wait for the step."""
         for part in bucket.parts:
@@ -269,7 +309,7 @@ class OverlappedOptimizer(Joinable):
             [p.grad for p in self._step.params.tensors], sums=self._is_written_to is not False
         )
 
-    def _fill_in(self, part: Part) -> None:
+    def _fill_in(self, part: Piece) -> None:
         """Set the gradients of parameters that this rank did not use to the means.
 
         DistributedDataParallel does not set those that no rank used, which may still have residuals.
@@ -361,13 +401,6 @@ class _StepsOfOthers(JoinHook):
     def main_hook(self) -> None:
         """Make the step whose averages the other ranks have computed."""
         self._optimizer.step_if_averaged()
-
-
-def _with_own_moments(state: OptimizerState) -> OptimizerState:
-    """Return a state with its own copies of the moments, since a step overwrites them."""
-    return state._replace(
-        momentum=tuple(m.clone() for m in state.momentum), variance=tuple(v.clone() for v in state.variance)
-    )
 
 
 def _exchange(state: OverlappedOptimizer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

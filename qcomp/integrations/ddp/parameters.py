@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from qcomp.core.checkpoint.format import renamed
 from qcomp.private_names.torch import COMPILED, ignored_by, inside_compiled
 
-__all__ = ["AveragedParameters", "averaged_by", "is_dense", "plain_name", "with_plain_names"]
+__all__ = ["AveragedParameters", "averaged_by", "is_dense", "plain_name"]
 
 
 class AveragedParameters:
@@ -126,15 +125,6 @@ def plain_name(name: str) -> str:
     'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part != COMPILED)
-
-
-def with_plain_names(saved: Any) -> Any:
-    """Return saved states whose parameters have their `plain_name`; earlier releases saved ``_orig_mod``, too."""
-    if isinstance(saved, Mapping):
-        return renamed(saved, plain_name)
-    if not isinstance(saved, Sequence):
-        return saved  # which loading refuses
-    return [renamed(one, plain_name) if isinstance(one, Mapping) else one for one in saved]
 
 
 def is_dense(x: Any) -> bool:

@@ -19,14 +19,14 @@ from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.outer.settings import WARMUP
 from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
-from qcomp.torch.ft.replica import Replica
+from qcomp.torch.ft.replica import QuorumMember
 from qcomp.torch.positions import Place
 from qcomp.torch.trained import Trained
 
 __all__ = ["ElasticOuterLoop"]
 
 
-class ElasticOuterLoop(Replica):
+class ElasticOuterLoop(QuorumMember):
     """An outer loop among replicas of torchft that may die, stop and join.
 
     It takes the place of ``torchft.local_sgd.DiLoCo``. Replicas make their inner steps alone, and ask for a quorum only

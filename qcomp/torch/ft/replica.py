@@ -18,10 +18,10 @@ from qcomp.private_names.torchft import asks_in_background
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.products import plain_products
 
-__all__ = ["Replica"]
+__all__ = ["QuorumMember"]
 
 
-class Replica(ABC):
+class QuorumMember(ABC):
     """Asks for quorums, and meets the replicas of new ones.
 
     Parameters

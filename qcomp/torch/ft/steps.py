@@ -8,13 +8,13 @@ from qcomp import elastic
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
-from qcomp.torch.ft.replica import Replica
+from qcomp.torch.ft.replica import QuorumMember
 from qcomp.torch.optimizer import AveragingOptimizer
 
 __all__ = ["Elastic"]
 
 
-class Elastic(Replica):
+class Elastic(QuorumMember):
     """The steps of an optimizer for torch, among replicas of torchft that may die, stop and join.
 
     It takes the place of ``torchft.Optimizer``: `zero_grad` asks for a quorum. If the quorum is new, the replicas go

@@ -4,17 +4,16 @@ from qcomp.core.mean.chunks import Chunks
 from qcomp.core.mean.codec import Verdicts
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, to_all
 from qcomp.core.mean.layout import Layout, Operands, Residuals
-from qcomp.core.mean.stages import AllGather as Gather
-from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, assemble
 
-__all__ = ["AllGather"]
+__all__ = ["GatherAll"]
 
 _WORKER = 0
 """The hop of the draws."""
 
 
-class AllGather(Topology):
+class GatherAll(Topology):
     """Every rank sends its payload to every other: one exchange and one compression, N times the bytes.
 
     With b bytes in the payload of the whole vector, a rank of N sends (N - 1) * b bytes. There is no server.
@@ -45,7 +44,7 @@ class AllGather(Topology):
             blends=call.blends,
             into=call.into.worker,
         )
-        arrived = yield Gather(worker.messages[0], (whole.nbytes,) * layout.world)
+        arrived = yield AllGather(worker.messages[0], (whole.nbytes,) * layout.world)
         opened = codec.open(arrived, (whole,) * layout.world, verdicts, worker.error)
         unread = verdicts.require_accepted(worker.error)
         places = call.places

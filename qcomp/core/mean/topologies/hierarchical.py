@@ -184,7 +184,7 @@ class Hierarchical(Topology):
     def stages(self, call: Call) -> Stages[Averaged]:
         """Run the four exchanges."""
         assert isinstance(call.layout, _LaneLayout)
-        return _Share(call, call.layout).stages()
+        return _NodeShare(call, call.layout).stages()
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
         """Return what a rank spends."""
@@ -213,7 +213,7 @@ class Hierarchical(Topology):
         return nodes > 1 and ranks_per_node > 1
 
 
-class _Sums(NamedTuple):
+class _NodeSums(NamedTuple):
     """The result of the exchange inside a node, on one rank."""
 
     values: list[Array]
@@ -234,7 +234,7 @@ class _Answer(NamedTuple):
     error: NonFiniteError | None
 
 
-class _Share:
+class _NodeShare:
     """One rank's share in a hierarchical mean."""
 
     def __init__(self, call: Call, layout: _LaneLayout) -> None:
@@ -268,7 +268,7 @@ class _Share:
         opened = self._opened(codec, messages, layout.frames)
         return Averaged(decode_means(codec, opened, self.call), answer.worker, answer.server)
 
-    def _inside_node(self) -> Stages[_Sums]:
+    def _inside_node(self) -> Stages[_NodeSums]:
         """Add up this rank's lane over the node. The exact values are not held any longer than this takes."""
         layout, members, codec = self.layout, self.layout.members, Codec(self.call.values)
         frame = None if layout.lane is None else layout.exact_frames[layout.lane]
@@ -278,11 +278,11 @@ class _Share:
             dict.fromkeys(members, 0 if frame is None else frame.nbytes),
         )
         if frame is None:
-            return _Sums([], set(), mine.error)
+            return _NodeSums([], set(), mine.error)
         messages = [arrived[rank] for rank in members]
         return self._add(codec, messages, frame)._replace(error=mine.error)
 
-    def _add(self, codec: Codec, messages: Sequence[Array], lane: Frame) -> _Sums:
+    def _add(self, codec: Codec, messages: Sequence[Array], lane: Frame) -> _NodeSums:
         """Return the node's share of the mean: the sum over its ranks, times nodes, divided by all ranks."""
         blamed = {
             rank
@@ -291,7 +291,7 @@ class _Share:
         }
         values = [_empty(x) for x in self.call.values]
         if blamed:
-            return _Sums(values, blamed)
+            return _NodeSums(values, blamed)
         sums = codec.total(self._opened(codec, messages, [lane] * len(messages)))
         # In lowest terms: with nodes of the same size, and for nodes of one rank, nothing is rounded twice.
         weight = math.gcd(self.nodes.count, self.layout.world)
@@ -299,9 +299,9 @@ class _Share:
         for segment, total in zip(lane.chunk, sums, strict=True):
             scaled = total if factor == 1 else total * factor
             values[segment.tensor] = scaled if divisor == 1 else primitives.finish_mean(scaled, divisor)
-        return _Sums(values, set())
+        return _NodeSums(values, set())
 
-    def _between_nodes(self, lane: int, sums: _Sums) -> Stages[_Answer]:
+    def _between_nodes(self, lane: int, sums: _NodeSums) -> Stages[_Answer]:
         """Average over nodes in two phases; send refusals if a value is out of range."""
         layout, key = self.layout, self.call.key
         team, frames = self.nodes.team(lane), layout.own_frames

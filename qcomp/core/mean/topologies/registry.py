@@ -4,7 +4,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from qcomp.core.entry_points import offered
-from qcomp.core.mean.topologies.all_gather import AllGather
+from qcomp.core.mean.topologies.all_gather import GatherAll
 from qcomp.core.mean.topologies.base import Topology
 from qcomp.core.mean.topologies.hierarchical import Hierarchical
 from qcomp.core.mean.topologies.ring import Ring
@@ -18,7 +18,7 @@ __all__ = ["AUTO", "names", "register", "require_name", "topology"]
 AUTO = "auto"
 """The name that stands for the fastest topology, which `qcomp.CompressedMean.init` chooses."""
 
-_registered: dict[str, Topology] = {t.name: t for t in (TwoPhase(), Ring(), AllGather(), Hierarchical())}
+_registered: dict[str, Topology] = {t.name: t for t in (TwoPhase(), Ring(), GatherAll(), Hierarchical())}
 
 
 def register(topology: Topology) -> Topology:
