@@ -13,7 +13,7 @@ from timing import Candidate, Timer, timer
 
 import qcomp
 from qcomp.core import primitives
-from qcomp.core.kernels import Blend, Encoded, StepNumbers, chosen
+from qcomp.core.kernels import Blend, Encoded, StepNumbers, kernel_of
 from qcomp.core.primitives import empty_like
 
 __all__ = [

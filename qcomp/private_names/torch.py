@@ -23,7 +23,6 @@ __all__ = [
     "hooks_of_loading",
     "hooks_of_saving",
     "ignored_by",
-    "inside_compiled",
     "is_joined_without",
     "runs_hooks",
     "take_off_scale",
@@ -35,11 +34,6 @@ _require = partial(require, library="torch", versions=">=2.6,<2.14")
 
 COMPILED = "_orig_mod"
 """What torch.compile calls the module inside its own, in names of parameters too."""
-
-
-def inside_compiled(model: Any) -> Any:
-    """Return the module that torch.compile has wrapped, or the module itself."""
-    return getattr(model, COMPILED, model)
 
 
 class ScaledStep:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,12 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.unused import settings_since, stages_of_used
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
+from qcomp.integrations.ddp.parameters import inside
 from qcomp.private_names.torch import found_inf, grad_scale
 from qcomp.torch.alike import COMPARED, compare_parameters, of_first_rank
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
-from qcomp.torch.parameters import names_of, require_dense, require_memory_of_its_own
+from qcomp.torch.parameters import inside_wrapper, names_of, require_dense, require_memory_of_its_own
 from qcomp.torch.products import plain_products
 from qcomp.torch.saving import SavedOptimizer
 
@@ -39,6 +41,16 @@ def untraced(function: _Function) -> _Function:
     """Keep torch.compile out of a function: it cannot trace exchanges and kernels."""
     found: _Function = torch.compiler.disable(function)
     return found
+
+
+def _of_inner(method: _Function) -> _Function:
+    """Let a method change the optimizer inside when Fabric's wrapper, which inherits it, is called."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        return method(inside_wrapper(self), *args)
+
+    return cast(_Function, call)
 
 
 class AveragingOptimizer(SavedOptimizer):
@@ -78,7 +90,7 @@ class AveragingOptimizer(SavedOptimizer):
     ) -> None:
         self._make = make
         self._init_sync = init_sync
-        self._model = model
+        self._model = None if model is None else inside(model)
         self._overlapped: OverlappedOptimizer | None = None
         self._state: OptimizerState | None = None
         self._shown: list[dict[str, Any]] = []
@@ -122,6 +134,7 @@ class AveragingOptimizer(SavedOptimizer):
             "compressor": groups[0]["compressor"],
         }
 
+    @_of_inner
     def attach(self, model: Any) -> None:
         """Take part in the backward passes of a wrapped model from now on, as ``model=`` does.
 
@@ -147,6 +160,7 @@ class AveragingOptimizer(SavedOptimizer):
             raise RuntimeError(
                 "attach was called on an optimizer that has a model already; expected once, and not after model="
             )
+        model = inside(model)
         names_of(self.param_groups, model)  # raises before anything is exchanged
         saved = self._saved() if self.core_state.step else None
         if saved is not None:
@@ -198,6 +212,7 @@ class AveragingOptimizer(SavedOptimizer):
             "load_state_dict(optimizer.state_dict())"
         )
 
+    @_of_inner
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, before the first step.
 

@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.checkpoint.saves import Saves
 from qcomp.comm.base import Communicator
@@ -25,7 +24,7 @@ from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.outer.settings import WARMUP
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
-from qcomp.private_names.torch import inside_compiled
+from qcomp.integrations.ddp.parameters import wrapped_in
 from qcomp.torch.alike import of_first_rank
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.products import plain_products
@@ -456,9 +455,10 @@ def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None
         if isinstance(one, AveragingOptimizer)
     ]
     first = trained.tensors[0]
-    if isinstance(inside_compiled(model), DistributedDataParallel):
+    wrapped = wrapped_in(model)
+    if wrapped is not None:
         cure = "model.module, in steps without the wrapper,"
-        drawn.append(("model", cure, _broadcast(first.device, model.process_group)))
+        drawn.append(("model", cure, _broadcast(first.device, wrapped.process_group)))
     elif hasattr(first, "device_mesh"):
         groups = first.device_mesh.get_all_groups()
         drawn += [

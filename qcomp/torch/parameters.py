@@ -13,9 +13,22 @@ from torch.nn.parameter import is_lazy
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.integrations.ddp.parameters import averaged_by, plain_name
 
-__all__ = ["mark_of", "names_of", "require_dense", "require_memory_of_its_own", "require_values"]
+__all__ = [
+    "inside_wrapper",
+    "mark_of",
+    "names_of",
+    "require_dense",
+    "require_memory_of_its_own",
+    "require_values",
+]
 
 _ROW = 1 << 12
+
+
+def inside_wrapper(optimizer: Any) -> Any:
+    """Return the torch optimizer inside a framework's wrapper, as of Accelerate, Fabric or Lightning."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
@@ -52,7 +65,9 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     if of_model:
         raise ValueError(
             f"params lacks {', '.join(map(repr, list(of_model.values())[:3]))}, which model averages; expected all "
-            "parameters of model.module that require gradients"
+            "parameters of model.module that require gradients, in groups if they differ. Two optimizers, as of a "
+            "generator and its discriminator, need a DistributedDataParallel each; where one has to hold both models, "
+            "leave out model= and register torch's noop_hook on it"
         )
     return found
 

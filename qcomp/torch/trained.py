@@ -6,17 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.core.mean.stages import Stages
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
-from qcomp.integrations.ddp.parameters import plain_name
+from qcomp.integrations.ddp.parameters import plain_name, wrapped_in
 from qcomp.private_names.torch import found_inf, grad_scale, runs_hooks, take_off_scale
 from qcomp.torch.buffers import buffers_of, combine_stages, of_first_stages, own_part
-from qcomp.torch.parameters import require_memory_of_its_own
+from qcomp.torch.parameters import inside_wrapper, require_memory_of_its_own
 from qcomp.torch.positions import Positions, entries
 
 __all__ = ["Trained"]
@@ -44,7 +43,7 @@ class Trained:
         buffers: bool,
     ) -> None:
         self._given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        optimizers = [_inside(one) for one in self._given]
+        optimizers = [inside_wrapper(one) for one in self._given]
         if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
             raise TypeError(f"optimizer is {optimizer!r}; expected a torch.optim.Optimizer, or several")
         for number, one in enumerate(optimizers):
@@ -222,16 +221,10 @@ def _skip(optimizer: Any) -> None:
                 p.grad.fill_(torch.nan)
 
 
-def _inside(optimizer: Any) -> Any:
-    """Return the torch optimizer inside a framework's wrapper, as of Accelerate or Lightning."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
 def _named(model: Any) -> list[tuple[str, Any]]:
     """Return the parameters that are trained, each once, under its first name."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    wrapped = wrapped_in(model)
+    model = model if wrapped is None else wrapped.module
     given: Iterable[Any] = model.named_parameters() if isinstance(model, torch.nn.Module) else model
     numbered = enumerate(given)
     pairs = [entry if isinstance(entry, tuple) else (str(number), entry) for number, entry in numbered]

@@ -19,7 +19,12 @@ from qcomp.cli import main
 from tests.docs import pages
 from tests.docs.pages import DOCS, PAGES, ROOT
 
-WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, _ in pages.blocks(page))]
+WITH_PYTHON = [
+    page
+    for page in PAGES
+    if any(language == "python" for language, _ in pages.blocks(page)) and page.stem != "frameworks"
+]
+"""Pages that run as a whole; `test_frameworks` runs the recipes of the other."""
 LANGUAGES = {"python", "sh", "text", "diff", "toml", "{toctree}", "{include}"}
 
 pytestmark = [

@@ -120,6 +120,38 @@ for _ in range(6):
 alike(other)
 """
 
+GAN = """
+other = type(model)(net()) if isinstance(model, DistributedDataParallel) else net()
+if "sign" in {how!r}:
+    other.register_comm_hook(*ddp.hook(qcomp.ScaledSign(), other, exact=EXACT))
+    second = torch.optim.SGD(other.parameters(), 0.01)
+else:
+    second = qcomp.torch.OneBitAdam(
+        other.parameters(), **({{"model": other}} if isinstance(model, DistributedDataParallel) else {{}}), **SETTINGS)
+for _ in range(8):
+    fake = model(torch.randn(8, 64, generator=draws))
+    second.zero_grad()
+    if "no_sync" in {how!r}:
+        with other.no_sync():
+            loss_of(other).backward()
+    other(fake.detach()).square().mean().backward()
+    second.step()
+    optimizer.zero_grad()
+    if "kept out" in {how!r}:
+        other.requires_grad_(False)
+        other.module(fake).square().mean().backward()
+        other.requires_grad_(True)
+    else:
+        other(fake).square().mean().backward()
+    optimizer.step()
+alike(other)
+"""
+TWO_IN_ONE = """
+both = DistributedDataParallel(nn.ModuleList([net(), net()]))
+qcomp.torch.OneBitAdam(both.module[0].parameters(), model=both, **SETTINGS)
+"""
+UNUSED = "no optimizer has used the last mean gradients of 2 parameters, such as '0.weight'.*call model.requires_grad_"
+
 RIGHT = [
     ("hook", CLIP),
     ("plain", CLIP),
@@ -131,12 +163,20 @@ RIGHT = [
     ("plain", EVERY_MICRO_BATCH),
     *((way, RANK_0_EVALUATES) for way in MAKE),
     *((way, TWO + TOGETHER.format(order="(optimizer, second)")) for way in ("model", "plain")),
+    ("plain", GAN.format(how="through")),
+    ("model", GAN.format(how="kept out, no_sync")),
+    (
+        "hook",
+        f"warnings.filterwarnings('error', 'no optimizer')\n{GAN.format(how='sign, kept out, no_sync')}",
+    ),
 ]
 WRONG = [
     ("model", CLIP, "was changed after the backward pass.*To clip, pass clip_norm= to the optimizer"),
     ("model", SETS_RATES, r"in the backward pass, which has used them.*change them before the backward pass"),
     ("model", CANCELS, "the gradient of '3.weight', '3.bias' is None"),
     ("model", EVERY_MICRO_BATCH, r"accumulate gradients in model.no_sync\(\)"),
+    ("model", GAN.format(how="through"), r"call model.requires_grad_\(False\).*model.module in it"),
+    ("plain", TWO_IN_ONE, "params lacks '1.0.weight'.*need a DistributedDataParallel each"),
     *(
         (way, RANK_0_LOADS, "rank 0: load_state_dict.*rank 1: step 7.*all ranks must")
         for way in ("model", "plain")
@@ -164,6 +204,7 @@ WRONG = [
     ("plain", "qcomp.torch.OneBitAdam(model.parameters(), comm='gloo')", "expected a communicator of qcomp"),
 ]
 WARNED = [
+    ("hook", GAN.format(how="sign"), UNUSED),
     *((way, "draws.manual_seed(0)\ntrain(model, optimizer)", SAME_DATA) for way in MAKE),
     (
         "plain",

@@ -138,11 +138,8 @@ def test_an_object_stores_an_attribute(name):
     assert attribute in resolve_name(kind).__init__.__code__.co_names
 
 
-def test_a_compiled_module_has_the_one_inside():
-    model = torch.nn.Linear(1, 1)
-    compiled = torch.compile(model, backend="eager")
-    assert compiled is not model
-    assert of_torch.inside_compiled(compiled) is of_torch.inside_compiled(model) is model
+def test_a_compiled_module_names_the_one_inside():
+    compiled = torch.compile(torch.nn.Linear(1, 1), backend="eager")
     assert {name.split(".")[0] for name, _ in compiled.named_parameters()} == {of_torch.COMPILED}
 
 

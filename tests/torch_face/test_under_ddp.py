@@ -210,6 +210,40 @@ for steps in (0, 2, FREEZE + 2):
     )
 
 
+def test_a_framework_may_wrap_model_and_optimizer_once_more(said):
+    """As Fabric does: its optimizer inherits all methods of the one inside, and keeps attributes of its own."""
+    said(
+        2,
+        """
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+model, twin = wrapped(), wrapped()
+outside = torch.nn.Sequential(model)
+assert ddp.inside(outside) is ddp.inside(model) is model
+*first, last = outside.parameters()
+made = qcomp.torch.OneBitAdam(first, lr=0.01, **COMMON)
+*ahead, end = twin.parameters()
+optimizer, other = Wrapper(made), face("OneBitAdam", twin, [{"params": ahead}, {"params": [end]}])
+optimizer.add_param_group({"params": [last]})
+optimizer.attach(outside)
+for step in range(FREEZE + 2):
+    for net, each in ((outside, made), (twin, other)):
+        backward(net, step)
+        each.step()
+        each.zero_grad()
+assert same(model, twin) and made.core_state.stage == "compressed"
+hooked = torch.nn.Sequential(wrapped())
+ddp.inside(hooked).register_comm_hook(*ddp.hook(qcomp.QSGD(15, 64), hooked, **SMALL))
+backward(hooked, 0)
+""",
+    )
+
+
 @pytest.mark.slow
 def test_a_model_that_cannot_be_attached_changes_nothing(said):
     said(

@@ -208,8 +208,8 @@ def compare_gradients(
         warn_caller(
             f"all {size} ranks have the same {what}, so {who} averages in vain: either they train "
             f"on the same data, or something else averages first, such as DistributedDataParallel. {GIVE_OWN_DATA}. "
-            "Do not wrap the model in DistributedDataParallel, unless you pass it as model= to an optimizer that "
-            "takes it"
+            "Do not wrap the model in DistributedDataParallel, unless you pass it to an optimizer that takes it, as "
+            "model= or by attach(model); in Accelerate and the Trainer, optimizer.optimizer.attach(model)"
         )
 
 

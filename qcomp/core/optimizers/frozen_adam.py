@@ -372,7 +372,7 @@ class FrozenVarianceAdam(Optimizer):
         steps = 3 * round(1 / (1 - self.adam.slowest(state)))
         return (
             f"Training may diverge, or learn no more: pass watch=VarianceWatch(rewarm_steps={steps}), which "
-            "then measures the variance again, or freeze later"
+            f"then measures the variance again, or freeze later, or raise variance_floor above {self.variance_floor:g}"
         )
 
     def _rewarmed(self, state: OptimizerState) -> OptimizerState:

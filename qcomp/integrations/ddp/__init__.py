@@ -13,6 +13,7 @@ or let a qcomp optimizer, such as 1-bit Adam, average its momenta bucket by buck
 from qcomp.integrations.ddp.autotune import TunedHookState, autotune, average_gradients
 from qcomp.integrations.ddp.hook import HookState, compress_gradients, hook
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
+from qcomp.integrations.ddp.parameters import inside
 
 __all__ = [
     "HookState",
@@ -22,4 +23,5 @@ __all__ = [
     "average_gradients",
     "compress_gradients",
     "hook",
+    "inside",
 ]

@@ -17,7 +17,7 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.conveyor import require_unoccupied
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.integrations.ddp.hook import HookState
-from qcomp.integrations.ddp.parameters import AveragedParameters
+from qcomp.integrations.ddp.parameters import AveragedParameters, inside
 from qcomp.planning.autotune import Autotune, Tuning
 
 __all__ = ["TunedHookState", "autotune", "average_gradients"]
@@ -238,6 +238,7 @@ def autotune(
         raise TypeError(f"tuner is {tuner!r}; expected a qcomp.planning.Autotune")
     if type(exact_iterations) is not int or exact_iterations < 0:
         raise ValueError(f"exact_iterations is {exact_iterations!r}; expected an integer, at least 0")
+    model = inside(model)
     if AveragedParameters(model).some_may_be_unused:
         raise ValueError(
             "model was made with find_unused_parameters or static_graph; expected neither: what is owed to a parameter "

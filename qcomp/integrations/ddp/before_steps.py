@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.reporting import warn_caller
 from qcomp.private_names.torch import found_inf
 
-__all__ = ["BeforeSteps", "BlindVariances", "UnusableGradients"]
+__all__ = ["NOT_FOR_THIS_MODEL", "BeforeSteps", "BlindVariances", "UnusableGradients", "UnusedMeans"]
+
+NOT_FOR_THIS_MODEL = (
+    "call model.requires_grad_(False) before that forward pass, model.module in it, and model.requires_grad_(True) "
+    "after its backward pass"
+)
+"""How a backward pass leaves out a model that it goes through. DistributedDataParallel expects one after each forward
+pass of its own, in no_sync() too."""
 
 _SIZE = 1 << 16
 _LOOKS = 8
@@ -28,7 +35,7 @@ _AVERAGES_OF_SQUARES = frozenset(
 
 
 class BeforeSteps(ABC):
-    """Is told before each step of any optimizer of torch that has one of some parameters, as long as it exists.
+    """Is told before each step of any optimizer of torch, as long as it exists.
 
     Parameters
     ----------
@@ -48,7 +55,7 @@ class BeforeSteps(ABC):
 
     @abstractmethod
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what must be done before a step uses gradients; an error keeps the optimizer from it."""
+        """Do what must be done before a step, perhaps of other parameters; an error keeps the optimizer from it."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """Return the parameters that an optimizer steps with."""
@@ -123,8 +130,9 @@ class BlindVariances(BeforeSteps):
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if a step before this one has made such averages."""
-        self._looks -= 1
-        kept = {key for p in self.of(optimizer) for key in optimizer.state.get(p, {})}
+        own = self.of(optimizer)
+        self._looks -= bool(own)
+        kept = {key for p in own for key in optimizer.state.get(p, {})}
         if kept.isdisjoint(_AVERAGES_OF_SQUARES):
             return
         (spec, *_), self._looks = self._blind, 0
@@ -134,6 +142,54 @@ class BlindVariances(BeforeSteps):
             "qcomp.torch.OneBitAdam average momenta instead, or compress with 4 bits and more, such as "
             "qcomp.QSGD(levels=7, bucket_size=128), or take an optimizer without such averages, such as SGD"
         )
+
+
+class UnusedMeans(BeforeSteps):
+    """Warns once of means that steps left out, though error feedback counts them as used.
+
+    Parameters
+    ----------
+    params : mapping of int to torch.Tensor
+        The parameters whose gradients are compressed with feedback, by number.
+    names : sequence of str
+        The names of all parameters.
+    """
+
+    def __init__(self, params: Mapping[int, Any], names: Sequence[str]) -> None:
+        super().__init__(params.values())
+        self._numbers = {id(p): number for number, p in params.items()}
+        self._names = names
+        self._looks = _LOOKS if params else 0
+        self._unused: frozenset[int] = frozenset()
+        """The numbers of the parameters whose last means no step has used."""
+        self._stepped = False
+        """Whether there was a step since the last backward pass."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step may use means, or leave them out."""
+        return bool(self._unused)
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which means an optimizer uses."""
+        self._unused -= {self._numbers[id(p)] for p in self.of(optimizer)}
+        self._stepped = True
+
+    def after_backward(self, averaged: Iterable[int]) -> None:
+        """Warn if the steps since the last backward pass left out means of it; of this one these are averaged."""
+        lost = sorted(self._unused) if self._stepped else []
+        self._looks = 0 if lost else max(0, self._looks - 1)
+        self._unused = self._unused.union(averaged).intersection(
+            self._numbers.values() if self._looks else ()
+        )
+        self._stepped = False
+        if lost:
+            warn_caller(
+                f"no optimizer has used the last mean gradients of {len(lost)} parameters, such as "
+                f"{self._names[lost[0]]!r}, so what error feedback has sent with them is lost, and what they lack goes "
+                "to other gradients. Where the loss of another model goes through this one, as a generator's through "
+                f"its discriminator, {NOT_FOR_THIS_MODEL}"
+            )
 
 
 def _says_signs_alone(compressor: Compressor) -> bool:
@@ -156,7 +212,7 @@ def _tell(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any
 
     def tell() -> None:
         for each in list(_watching):
-            if each.waits and each.of(optimizer):
+            if each.waits:
                 each.before(optimizer)
 
     def after(closure: Any) -> Any:

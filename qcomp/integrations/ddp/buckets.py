@@ -30,8 +30,9 @@ from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece
+from qcomp.integrations.ddp.before_steps import NOT_FOR_THIS_MODEL
 from qcomp.integrations.ddp.conveyor import Conveyor, Parcel
-from qcomp.integrations.ddp.parameters import AveragedParameters
+from qcomp.integrations.ddp.parameters import AveragedParameters, inside
 from qcomp.integrations.ddp.stream import SideStream
 from qcomp.private_names.torch import call_at_end
 
@@ -82,6 +83,7 @@ class BucketedStep:
         finish: Callable[[BackwardPass], None],
         leaves_out_unused: bool,
     ) -> None:
+        model = inside(model)
         self.params = AveragedParameters(model)
         self.optimizer = _separable(optimizer)
         self.comm = over_ranks(model.process_group if comm is None else comm)
@@ -122,7 +124,8 @@ class BucketedStep:
         if not self.running.expects([number for number, _ in gradients]):
             raise RuntimeError(
                 "a backward pass starts, but the previous one did not finish or no step used its gradients: "
-                "call step() after each backward pass, and accumulate gradients in model.no_sync()"
+                "call step() after each backward pass, and accumulate gradients in model.no_sync(). Where the loss of "
+                f"another model goes through this one, as a generator's through its discriminator, {NOT_FOR_THIS_MODEL}"
             )
         self._conveyor.occupy()
         running = self.running

@@ -16,7 +16,7 @@ from qcomp.core.mean.owed import owed
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, put_means
-from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradients
+from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradients, UnusedMeans
 from qcomp.integrations.ddp.buckets import BucketedStep, SavesState
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 
@@ -42,6 +42,7 @@ class HookState(SavesState):
         self._step: BucketedStep | None = None
         self._unusable: UnusableGradients | None = None
         self._blind: BlindVariances | None = None
+        self._unused: UnusedMeans | None = None
         self._saved: Mapping[str, Any] | None = None
         self._saves = Saves()
 
@@ -70,6 +71,7 @@ class HookState(SavesState):
         )
         self._unusable = UnusableGradients(self._step.params.tensors)
         self._blind = self._blind_variances(self._step)
+        self._unused = self._unused_means(self._step)
         if self._saved is not None:
             self.load_state_dict(self._saved, lost=lost)
             self._saved = None
@@ -95,7 +97,7 @@ class HookState(SavesState):
         numbers = [number for number, is_exact in enumerate(state.exact) if not is_exact]
         found = owed(step.optimizer.mean_of(state), state.exchange) if numbers else []
         step.close()
-        self._step = self._unusable = self._blind = None
+        self._step = self._unusable = self._blind = self._unused = None
         return dict(zip(numbers, found, strict=False))
 
     def rescale(self, factor: float) -> None:
@@ -133,6 +135,13 @@ class HookState(SavesState):
         mean = self._mean.mean_of(state)
         return BlindVariances(compressed, mean.compressors) if compressed and not mean.low_rank else None
 
+    def _unused_means(self, step: BucketedStep) -> UnusedMeans:
+        """Return what warns of means that cost feedback and that nothing uses."""
+        params, state = step.params, step.state
+        feedback = not all(state.exact) and self._mean.mean_of(state).feedback
+        found = {i: params.tensors[i] for i, exact in enumerate(state.exact) if feedback and not exact}
+        return UnusedMeans(found, params.names)
+
     @property
     def _running(self) -> BucketedStep:
         if self._step is None:
@@ -159,6 +168,11 @@ class HookState(SavesState):
         self._saves.forget()
         if running.refusal is None:
             _, step.state = step.optimizer.apply((), step.take(), step.state)
+            if step.state.step > self._mean.exact_iterations:
+                assert self._unused is not None
+                self._unused.after_backward(
+                    number for part in running.parts for number in part.numbers if number not in part.unused
+                )
             return
         step.skip()
         if self.nonfinite == "raise":
@@ -171,7 +185,7 @@ class HookState(SavesState):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._mean, self.nonfinite, self._saved = state["mean"], state["nonfinite"], state["saved"]
-        self._step = self._unusable = self._blind = None
+        self._step = self._unusable = self._blind = self._unused = None
         self._saves = Saves()
 
 

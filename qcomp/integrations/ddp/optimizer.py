@@ -22,6 +22,7 @@ from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep, SavesState, with_own_moments
+from qcomp.integrations.ddp.parameters import inside
 from qcomp.integrations.ddp.witness import Witness, shared_verdict
 from qcomp.private_names.torch import hooks_of, is_joined_without
 
@@ -92,6 +93,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         comm: Verbs | None = None,
     ) -> None:
         super().__init__()
+        model = inside(model)
         self._live = optimizer if callable(optimizer) and not isinstance(optimizer, type) else None
         first: Any = optimizer
         self._used: Any = first if self._live is None else self._live()[0]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from qcomp.private_names.torch import COMPILED, ignored_by, inside_compiled
+from qcomp.private_names.torch import COMPILED, ignored_by
 
-__all__ = ["AveragedParameters", "averaged_by", "is_dense", "plain_name"]
+__all__ = ["AveragedParameters", "averaged_by", "inside", "is_dense", "plain_name", "wrapped_in"]
 
 
 class AveragedParameters:
@@ -29,8 +30,6 @@ class AveragedParameters:
 
     Raises
     ------
-    TypeError
-        If the model is not a DistributedDataParallel.
     ValueError
         If a layer has sparse gradients.
     """
@@ -96,24 +95,50 @@ class AveragedParameters:
 
 
 def averaged_by(model: Any) -> list[tuple[str, Any]]:
-    """Return the parameters that a DistributedDataParallel averages, with their `plain_name` within ``model.module``.
-
-    Raises
-    ------
-    TypeError
-        If the model is not a DistributedDataParallel.
-    """
-    if not isinstance(inside_compiled(model), torch.nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel: wrap the model, "
-            "for one rank too. Without it the optimizers of qcomp.torch average in step(), if made without model="
-        )
-    ignored = ignored_by(model)  # a compiled model has the attributes of the one inside
+    """Return the parameters that a DistributedDataParallel averages, with their `plain_name` in ``model.module``."""
+    ignored = ignored_by(model)
     return [
         (plain_name(name), p)
         for name, p in model.module.named_parameters()
         if p.requires_grad and name not in ignored
     ]
+
+
+def wrapped_in(model: Any) -> Any:
+    """Return the DistributedDataParallel that has all parameters of a model, perhaps the model itself; else None."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    own = frozenset(map(id, model.parameters()))
+    found = (module for module in model.modules() if isinstance(module, DistributedDataParallel))
+    return next((module for module in found if own.issubset(map(id, module.parameters()))), None)
+
+
+def inside(model: Any) -> Any:
+    """Return the DistributedDataParallel in a model that a framework or torch.compile has wrapped once more.
+
+    Hooks and optimizers look for it themselves. A script calls this to register a hook on the model of Fabric.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+
+    Returns
+    -------
+    torch.nn.parallel.DistributedDataParallel
+        ``model`` itself, or the module in it that has all its parameters.
+
+    Raises
+    ------
+    TypeError
+        If there is none.
+    """
+    found = wrapped_in(model)
+    if found is None:
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel: wrap the model, "
+            "for one rank too. Without it the optimizers of qcomp.torch average in step(), if made without model="
+        )
+    return found
 
 
 def plain_name(name: str) -> str:

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 import qcomp
 import qcomp.jax.optax
 from qcomp.jax import spmd
+from tests.docs import pages
 from tests.jax_face.on_devices.problems import (
     BUCKET,
     DATA,
@@ -25,6 +27,18 @@ from tests.jax_face.on_devices.problems import (
 
 STEPS = 50
 DRAWING = qcomp.Scaled(qcomp.QSGD(levels=7, bucket_size=BUCKET))
+
+
+def test_the_page_runs_on_all_devices(monkeypatch):
+    scope = pages.run(pages.DOCS / "jax.md", monkeypatch)
+    x = scope["x"]
+    assert len(x.sharding.device_set) == 8
+    params = {"w": jax.device_put(jnp.zeros((128, 128)), jax.NamedSharding(scope["mesh"], P()))}
+    ours, residuals = jax.jit(scope["compute_gradients"])(params, scope["residuals"], x)
+    assert int(residuals.step) == 6
+    own = np.asarray(x)
+    exact = -2 * own.T @ own / own.size
+    assert_allclose(np.asarray(ours["w"]), exact, atol=0.02 * np.abs(exact).max())
 
 
 class Recorder:
