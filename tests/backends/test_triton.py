@@ -34,6 +34,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from qcomp.backends.torch_triton import sign
 from qcomp.backends.torch_triton.kernel_set import KERNELS
 from qcomp.backends.torch_triton.philox import draws16
 
@@ -342,14 +343,34 @@ def check_signs_of_zeros(device):
 class _NoDevice:
     """A driver that lets Triton compile for a device that is absent."""
 
+    def __init__(self, target):
+        self.target = target
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self):
         return 0
 
     def get_current_stream(self, device):
         return 0
+
+
+def compile_only(*target):
+    """Let launches only compile for an absent device, and return the list that receives what they compile."""
+    triton.runtime.driver.set_active(_NoDevice(GPUTarget(*target)))
+    run, launched = JITFunction.run, []
+
+    def compile_one(self, *arguments, grid, warmup, **options):
+        launched.append(run(self, *arguments, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_one
+    return launched
+
+
+def add(c, total):
+    data = torch.zeros(c.payload_spec(total.numel()).nbytes, dtype=torch.uint8)
+    KERNELS.decode(c, data, total, out=total, accumulate=True)
 
 
 def check_contract(compressor):
@@ -369,22 +390,11 @@ def check_contract(compressor):
 
 def check_compiled_code(device):
     """Code compiled for a GPU rounds every operation, loads 16 bytes at a time, and serves all sizes and keys."""
-    triton.runtime.driver.set_active(_NoDevice())
-    run, launched = JITFunction.run, []
-
-    def compile_only(self, *arguments, grid, warmup, **options):
-        launched.append(run(self, *arguments, grid=grid, warmup=True, **options))
-
-    JITFunction.run = compile_only
+    launched = compile_only("cuda", 90, 32)
     f32, f16, bf16 = (
         torch.ones(5008, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
     )
     settings = StepNumbers(1e-3, 0.1, 1e-8, 0.1)
-
-    def add(c, total):
-        data = torch.zeros(c.payload_spec(total.numel()).nbytes, dtype=torch.uint8)
-        KERNELS.decode(c, data, total, out=total, accumulate=True)
-
     ptx = ""
     for what, wide_loads, launch in (
         # 16 elements of each input per thread; the masked loads of a tail are single loads besides.
@@ -398,6 +408,8 @@ def check_compiled_code(device):
         ("sum of signs in bfloat16", 2, lambda: add(qcomp.ScaledSign(), bf16)),
         ("sum of levels", 4, lambda: add(qcomp.QSGD(), f32)),
         ("sum of nearest levels", 4, lambda: add(qcomp.LloydMax(4), f32)),
+        ("sum of scaled levels", 4, lambda: add(qcomp.Scaled(qcomp.QSGD(3)), f32)),
+        ("sum of codes", 5, lambda: add(qcomp.MinMaxUInt8(), f32)),
         ("mean", 4, lambda: KERNELS.finish_mean(f32, 3)),
         ("momentum", 8, lambda: KERNELS.momentum(f32, f32, 0.9, 1.0)),
         ("step", 12, lambda: KERNELS.frozen_step(f32, f32.clone(), f32, settings)),
@@ -431,6 +443,17 @@ def check_compiled_code(device):
     assert {id(kernel) for kernel in launched} == known
 
 
+def check_code_for_amd(device):
+    """AMD's compiler takes the kernels of every family, and their tiles stay in registers."""
+    sign._REGISTERS.clear()  # only NVIDIA's compiler knows the option
+    launched, x = compile_only("hip", "gfx942", 64), torch.ones(5008)
+    for c in (*ONE_OF_EACH, *LARGEST, qcomp.Scaled(qcomp.QSGD(3))):
+        encode(c, x, x, blend=Blend(x, 0.9, 1.0))
+        add(c, x)
+    for kernel in launched:
+        assert re.findall(r"vgpr_spill_count: +(\d+)", kernel.asm["amdgcn"]) == ["0"], kernel.name
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -449,7 +472,7 @@ CHECKS = {
 }
 
 
-ALONE = {check.__name__: check for check in (check_compiled_code, check_signs_of_zeros)}
+ALONE = {check.__name__: check for check in (check_compiled_code, check_code_for_amd, check_signs_of_zeros)}
 """Checks that change Triton, for a process of their own."""
 
 
@@ -505,8 +528,9 @@ def test_the_contract_in_the_interpreter(contract, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_compiled_code(tmp_path):
-    run_this_file("check_compiled_code", cache=tmp_path)
+@pytest.mark.parametrize("check", ["check_compiled_code", "check_code_for_amd"])
+def test_compiled_code(check, tmp_path):
+    run_this_file(check, cache=tmp_path)
 
 
 @pytest.mark.exhaustive

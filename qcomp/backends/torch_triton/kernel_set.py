@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 
-from qcomp.backends.torch_triton.lloyd_max import lloyd_max_decode, lloyd_max_encode
-from qcomp.backends.torch_triton.minmax import minmax_decode, minmax_encode
-from qcomp.backends.torch_triton.qsgd import qsgd_decode, qsgd_encode
-from qcomp.backends.torch_triton.sign import sign_decode, sign_encode
+from qcomp.backends.torch_triton import codec
+from qcomp.backends.torch_triton.lloyd_max import lloyd_max
+from qcomp.backends.torch_triton.minmax import minmax
+from qcomp.backends.torch_triton.qsgd import qsgd
+from qcomp.backends.torch_triton.sign import sign
 from qcomp.backends.torch_triton.tiles import MAX_BUCKET_SIZE
 from qcomp.backends.torch_triton.vectors import finish_mean, frozen_step, momentum
 from qcomp.core.compressors import QSGD, LloydMax, MinMaxUInt8, Scaled, ScaledSign
@@ -26,6 +28,13 @@ Array = Any
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # older ones flush subnormal numbers
     raise ImportError(f"Triton 3.4 or newer, which torch 2.8 brings, instead of {triton.__version__}")
 
+_FAMILIES: dict[type, Callable[..., codec.Family]] = {
+    ScaledSign: sign,
+    QSGD: qsgd,
+    LloydMax: lloyd_max,
+    MinMaxUInt8: minmax,
+}
+_WORD = 0xFFFFFFFF
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 """torch also calls ROCm devices cuda. Triton's interpreter runs on the CPU."""
@@ -59,18 +68,20 @@ class TritonKernels:
         If ``out`` is the old residual, the new residual gets a new buffer: only the device knows whether x is refused,
         and then the old residual is still needed.
         """
-        inner, factor = _unwrapped(compressor)
-        if not _has_kernel(inner) or x.numel() == 0 or not _matches(x, x, x.dtype):
+        family = _family(compressor)
+        if family is None or x.numel() == 0 or not _matches(x, x, x.dtype):
             return None
         if blend is not None and not _matches(blend.m, x):
             return None
-        words: tuple[Any, Any] = (0, 0)
-        if isinstance(inner, QSGD):
+        stream = codec.NO_DRAWS
+        if compressor.traits.random:
             if key is None or draws_are_replaced():
                 return None
-            words = fold_key(key, like=x)
-            if not all(isinstance(word, int) for word in words):
+            low, high = fold_key(key, like=x)
+            if not (isinstance(low, int) and isinstance(high, int)):
                 return None  # the key holds arrays, whose values are only on the device
+            first_block = key.bucket * (compressor.traits.bucket_size // 8)
+            stream = (low | high << 32, key.hop & _WORD, first_block & _WORD)
         new = None
         if residual is not None:
             if not (_matches(residual, x) and (out is None or _matches(out, x))):
@@ -82,37 +93,20 @@ class TritonKernels:
             spec = compressor.payload_spec(x.numel())
             data = torch.empty(spec.nbytes, dtype=torch.uint8, device=x.device)
             refused = torch.zeros(1, dtype=torch.uint8, device=x.device)
-            parts = spec.split(data)
-            if isinstance(inner, ScaledSign):
-                sign_encode(inner, x, blend, residual, parts, new, refused)
-            elif isinstance(inner, MinMaxUInt8):
-                minmax_encode(inner, x, blend, residual, parts, new, refused)
-            elif isinstance(inner, LloydMax):
-                lloyd_max_encode(inner, x, blend, residual, parts, new, refused)
-            elif isinstance(inner, QSGD) and key is not None:
-                qsgd_encode(
-                    inner, factor, x, blend, residual, words, key.hop, key.bucket, parts, new, refused
-                )
+            codec.encode(family, x, blend, residual, stream, spec.split(data), new, refused)
         return Encoded(data, new, refused)
 
     def decode(
         self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
     ) -> Array | None:
         """Return the decompressed payload, in ``out`` if given."""
-        inner, factor = _unwrapped(compressor)
+        family = _family(compressor)
         target = torch.empty_like(like) if out is None else out
-        if not _has_kernel(inner) or like.numel() == 0 or not _matches(target, like, like.dtype):
+        if family is None or like.numel() == 0 or not _matches(target, like, like.dtype):
             return None
         with _on_device_of(like):
             parts = compressor.payload_spec(like.numel()).split(data.contiguous())
-            if isinstance(inner, ScaledSign):
-                sign_decode(inner, parts, target, accumulate=accumulate)
-            elif isinstance(inner, MinMaxUInt8):
-                minmax_decode(inner, parts, target, accumulate=accumulate)
-            elif isinstance(inner, LloydMax):
-                lloyd_max_decode(inner, parts, target, accumulate=accumulate)
-            elif isinstance(inner, QSGD):
-                qsgd_decode(inner, factor, parts, target, accumulate=accumulate)
+            codec.decode(family, parts, target, accumulate=accumulate)
         return target
 
     def finish_mean(self, total: Array, count: int) -> Array | None:
@@ -145,14 +139,11 @@ class TritonKernels:
 KERNELS = TritonKernels()
 
 
-def _unwrapped(c: AnyCompressor) -> tuple[AnyCompressor, float | None]:
-    """Return a compressor and no factor, or the one inside `Scaled` and its factor."""
-    return (c.compressor, c.factor) if type(c) is Scaled and type(c.compressor) is QSGD else (c, None)
-
-
-def _has_kernel(c: AnyCompressor) -> bool:
-    """Return whether there are kernels for a compressor, by exact type: a subclass may compress differently."""
-    return type(c) in (ScaledSign, QSGD, LloydMax, MinMaxUInt8) and c.traits.bucket_size <= MAX_BUCKET_SIZE
+def _family(c: AnyCompressor) -> codec.Family | None:
+    """Return the functions of a compressor, by exact type: a subclass may compress differently."""
+    inner, *factor = (c.compressor, c.factor) if type(c) is Scaled and type(c.compressor) is QSGD else (c,)
+    make = _FAMILIES.get(type(inner))
+    return make(inner, *factor) if make is not None and inner.traits.bucket_size <= MAX_BUCKET_SIZE else None
 
 
 def _matches(x: Array, like: Array, dtype: torch.dtype = torch.float32) -> bool:

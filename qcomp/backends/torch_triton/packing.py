@@ -49,11 +49,11 @@ def pack(
     count: tl.tensor,
     width: tl.tensor,
     BITS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    LENGTH: tl.constexpr,
     TAIL: tl.constexpr,
 ) -> None:
     """Store the codes of a tile, integers below 2**BITS, as bytes; padding must have code 0."""
+    BUCKETS: tl.constexpr = tile.shape[0]
+    LENGTH: tl.constexpr = tile.shape[1] * tile.shape[2]
     inside = _inside(count, width, BUCKETS, LENGTH, TAIL)
     codes += first * (LENGTH // 8 * BITS)
     if 8 % BITS == 0:

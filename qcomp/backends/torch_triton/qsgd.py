@@ -12,18 +12,14 @@ memory accesses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from qcomp.backends.torch_triton.packing import clear_gap, pack, unpack
+from qcomp.backends.torch_triton.codec import Family
+from qcomp.backends.torch_triton.packing import pack
 from qcomp.backends.torch_triton.philox import draws16
 from qcomp.backends.torch_triton.primitives import (
-    STRICT,
     as_float,
-    flush,
     magnitude_bits,
     negated,
     rint,
@@ -31,103 +27,29 @@ from qcomp.backends.torch_triton.primitives import (
     scaled_squares,
     times_factor,
 )
-from qcomp.backends.torch_triton.tiles import (
-    buckets_inside,
-    compensated,
-    cut,
-    elements_inside,
-    mix,
-    offsets_in_tile,
-    refuse,
-    write,
-)
+from qcomp.backends.torch_triton.tiles import refuse, store_scale
 from qcomp.core.compressors import QSGD
-from qcomp.core.kernels import Blend
 
-__all__ = ["qsgd_decode", "qsgd_encode"]
-
-Array = Any
+__all__ = ["qsgd"]
 
 
-def qsgd_encode(
-    c: QSGD,
-    factor: float | None,
-    x: Array,
-    blend: Blend | None,
-    residual: Array | None,
-    key: tuple[int, int],
-    hop: int,
-    first_bucket: int,
-    parts: Mapping[str, Array],
-    out: Array | None,
-    refused: Array,
-) -> None:
-    """Compress x plus the residual to levels and steps, and store what is lost as the new residual.
+def qsgd(c: QSGD, factor: float | None = None) -> Family:
+    """Return the functions of `QSGD`, or of a `Scaled` one.
 
     Parameters
     ----------
     c : QSGD
     factor : float, optional
         The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it.
-    x, blend, residual, parts, out, refused
-        See `qcomp.backends.torch_triton.sign.sign_encode`.
-    key : tuple of two int
-        The words of the stream, from `qcomp.core.numeric.random.fold_key`.
-    hop, first_bucket : int
-        ``hop`` and ``bucket`` of the key.
     """
-    tiles = cut(x.numel(), c.bucket_size)
-    _encode[tiles.grid](
-        x,
-        *mix(blend),
-        residual,
-        parts["codes"],
-        parts["step"],
-        out,
-        refused,
-        *tiles.sizes,
-        key[0] | key[1] << 32,
-        hop & 0xFFFFFFFF,
-        first_bucket * (c.bucket_size // 8) & 0xFFFFFFFF,
-        1.0 if factor is None else factor,
-        SCALED=factor is not None,
-        LEVELS=c.levels,
-        BITS=c.bits,
-        L2=c.norm == "l2",
-        BUCKETS=tiles.buckets,
-        LENGTH=c.bucket_size,
-        num_warps=tiles.warps,
-        **STRICT,
-    )
-
-
-def qsgd_decode(
-    c: QSGD, factor: float | None, parts: Mapping[str, Array], out: Array, *, accumulate: bool
-) -> None:
-    """Decompress levels and steps into a buffer, or add them to it.
-
-    Parameters
-    ----------
-    c : QSGD
-    factor : float, optional
-        See `qsgd_encode`.
-    parts, out, accumulate
-        See `qcomp.backends.torch_triton.sign.sign_decode`.
-    """
-    tiles = cut(out.numel(), c.bucket_size)
-    _decode[tiles.grid](
-        parts["codes"],
-        parts["step"],
-        out,
-        *tiles.sizes,
-        1.0 if factor is None else factor,
-        SCALED=factor is not None,
-        BITS=c.bits,
-        ADD=accumulate,
-        BUCKETS=tiles.buckets,
-        LENGTH=c.bucket_size,
-        num_warps=tiles.warps,
-        **STRICT,
+    scaled = factor is not None
+    return Family(
+        c,
+        _encode,
+        _decode,
+        encoder=(c.bits, scaled, c.levels, c.norm == "l2"),
+        decoder=(c.bits, scaled),
+        factor=1.0 if factor is None else factor,
     )
 
 
@@ -143,35 +65,26 @@ def _levels(p: tl.tensor, step: tl.tensor, draws: tl.tensor, LEVELS: tl.constexp
 
 
 @triton.jit
-def _encode_tile(
-    x: tl.tensor,
-    m: tl.tensor,
-    keep: tl.tensor,
-    new: tl.tensor,
-    residual: tl.tensor,
+def _encode(
+    p: tl.tensor,
+    inside: tl.tensor,
     codes: tl.tensor,
     steps: tl.tensor,
-    out: tl.tensor,
+    others: tl.tensor,
     refused: tl.tensor,
-    seed: tl.tensor,
-    hop: tl.tensor,
-    first_block: tl.tensor,
-    factor: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
     filled: tl.tensor,
     width: tl.tensor,
-    SCALED: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BITS: tl.constexpr,
-    L2: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    stream: tl.tuple,
+    factor: tl.tensor,
+    CONSTANTS: tl.constexpr,
     TAIL: tl.constexpr,
-) -> None:
-    offsets = offsets_in_tile(width, BUCKETS, LENGTH)
-    inside = elements_inside(offsets, count, filled, width, BUCKETS, LENGTH, TAIL)
-    p = compensated(x, m, keep, new, residual, first * LENGTH, offsets, inside)
+) -> tl.tensor:
+    BITS: tl.constexpr = CONSTANTS[0]
+    SCALED: tl.constexpr = CONSTANTS[1]
+    LEVELS: tl.constexpr = CONSTANTS[2]
+    L2: tl.constexpr = CONSTANTS[3]
     largest = tl.max(tl.max(magnitude_bits(p), axis=2), axis=1)
     refuse(refused, largest)
     if L2:
@@ -179,174 +92,28 @@ def _encode_tile(
         step = round_up_step(tl.sqrt_rn(total) * power, LEVELS, 0x7F)
     else:
         step = round_up_step(as_float(largest), LEVELS, 0x7F)
-    tl.store(steps + first + tl.arange(0, BUCKETS), step, mask=buckets_inside(count, BUCKETS))
-    level = _levels(p, step, draws16(seed, hop, first_block, first, BUCKETS, LENGTH), LEVELS)
+    store_scale(steps, step, first, count)
+    seed, hop, first_block = stream
+    draws = draws16(seed, hop, first_block, first, p.shape[0], p.shape[1] * p.shape[2])
+    level = _levels(p, step, draws, LEVELS)
     negative = p < 0.0
     code = tl.where(negative & (level > 0), level + (1 << (BITS - 1)), level)
-    pack(codes, code, first, count, width, BITS, BUCKETS, LENGTH, TAIL)
-    if out is not None:
-        magnitude = level.to(tl.float32) * step[:, None, None]
-        if SCALED:
-            magnitude = times_factor(magnitude, factor)
-        tl.store(
-            out + first * LENGTH + offsets,
-            flush(p - tl.where(negative, negated(magnitude), magnitude)),
-            mask=inside,
-        )
-
-
-@triton.jit(
-    do_not_specialize=["full", "rest", "tail_width", "seed", "hop", "first_block"],
-    do_not_specialize_on_alignment=["steps"],
-)
-def _encode(
-    x: tl.tensor,
-    m: tl.tensor,
-    keep: tl.float32,
-    new: tl.float32,
-    residual: tl.tensor,
-    codes: tl.tensor,
-    steps: tl.tensor,
-    out: tl.tensor,
-    refused: tl.tensor,
-    full: tl.int64,
-    rest: tl.int32,
-    tail_width: tl.int32,
-    seed: tl.uint64,
-    hop: tl.uint32,
-    first_block: tl.uint32,
-    factor: tl.float32,
-    SCALED: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BITS: tl.constexpr,
-    L2: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    LENGTH: tl.constexpr,
-) -> None:
-    clear_gap(codes, (full * (LENGTH // 8) + tail_width) * BITS)
-    first = tl.program_id(0).to(tl.int64) * BUCKETS
-    if first < full:
-        _encode_tile(
-            x,
-            m,
-            keep,
-            new,
-            residual,
-            codes,
-            steps,
-            out,
-            refused,
-            seed,
-            hop,
-            first_block,
-            factor,
-            first,
-            full - first,
-            LENGTH,
-            LENGTH // 8,
-            SCALED,
-            LEVELS,
-            BITS,
-            L2,
-            BUCKETS,
-            LENGTH,
-            False,
-        )
-    else:
-        _encode_tile(
-            x,
-            m,
-            keep,
-            new,
-            residual,
-            codes,
-            steps,
-            out,
-            refused,
-            seed,
-            hop,
-            first_block,
-            factor,
-            full,
-            1,
-            rest,
-            tail_width,
-            SCALED,
-            LEVELS,
-            BITS,
-            L2,
-            1,
-            LENGTH,
-            True,
-        )
+    pack(codes, code, first, count, width, BITS, TAIL)
+    magnitude = level.to(tl.float32) * step[:, None, None]
+    if SCALED:
+        magnitude = times_factor(magnitude, factor)
+    return tl.where(negative, negated(magnitude), magnitude)
 
 
 @triton.jit
-def _decode_tile(
-    codes: tl.tensor,
-    steps: tl.tensor,
-    out: tl.tensor,
-    factor: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    filled: tl.tensor,
-    width: tl.tensor,
-    SCALED: tl.constexpr,
-    BITS: tl.constexpr,
-    ADD: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    TAIL: tl.constexpr,
-) -> None:
-    step = tl.load(steps + first + tl.arange(0, BUCKETS), mask=buckets_inside(count, BUCKETS), other=0.0)
-    code = unpack(codes, first, count, width, BITS, BUCKETS, LENGTH, TAIL)
+def _decode(
+    code: tl.tensor, step: tl.tensor, other: tl.tensor, factor: tl.tensor, CONSTANTS: tl.constexpr
+) -> tl.tensor:
+    BITS: tl.constexpr = CONSTANTS[0]
+    SCALED: tl.constexpr = CONSTANTS[1]
     sign = 1 << (BITS - 1)
     magnitude = (code & (sign - 1)).to(tl.float32) * step[:, None, None]
     values = tl.where(code > sign, negated(magnitude), magnitude)
     if SCALED:
         values = times_factor(values, factor)
-    offsets = offsets_in_tile(width, BUCKETS, LENGTH)
-    write(
-        out + first * LENGTH,
-        offsets,
-        elements_inside(offsets, count, filled, width, BUCKETS, LENGTH, TAIL),
-        values,
-        ADD,
-    )
-
-
-@triton.jit(do_not_specialize=["full", "rest", "tail_width"], do_not_specialize_on_alignment=["steps"])
-def _decode(
-    codes: tl.tensor,
-    steps: tl.tensor,
-    out: tl.tensor,
-    full: tl.int64,
-    rest: tl.int32,
-    tail_width: tl.int32,
-    factor: tl.float32,
-    SCALED: tl.constexpr,
-    BITS: tl.constexpr,
-    ADD: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    LENGTH: tl.constexpr,
-) -> None:
-    first = tl.program_id(0).to(tl.int64) * BUCKETS
-    if first < full:
-        _decode_tile(
-            codes,
-            steps,
-            out,
-            factor,
-            first,
-            full - first,
-            LENGTH,
-            LENGTH // 8,
-            SCALED,
-            BITS,
-            ADD,
-            BUCKETS,
-            LENGTH,
-            False,
-        )
-    else:
-        _decode_tile(codes, steps, out, factor, full, 1, rest, tail_width, SCALED, BITS, ADD, 1, LENGTH, True)
+    return values

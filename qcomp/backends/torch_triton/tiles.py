@@ -8,14 +8,13 @@ on some full buckets; the last one works on the tail. The tail's tile is as wide
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from qcomp.backends.torch_triton.primitives import TOO_LARGE, flush
-from qcomp.core.kernels import Blend
 from qcomp.core.numeric.buckets import padded_size
 
 __all__ = [
@@ -25,9 +24,10 @@ __all__ = [
     "compensated",
     "cut",
     "elements_inside",
-    "mix",
+    "load_scale",
     "offsets_in_tile",
     "refuse",
+    "store_scale",
     "write",
 ]
 
@@ -77,13 +77,6 @@ def cut(size: int, bucket_size: int) -> Cut:
     )
 
 
-def mix(blend: Blend | None) -> tuple[Any, float, float]:
-    """Return the momentum that x is blended into, or None, and the factors of momentum and x."""
-    if blend is None:
-        return None, 0.0, 0.0
-    return blend.m, float(blend.beta1), float((1 - blend.beta1) * blend.scale)
-
-
 @triton.jit
 def offsets_in_tile(width: tl.tensor, BUCKETS: tl.constexpr, LENGTH: tl.constexpr) -> tl.tensor:
     """Return the offsets of a tile's elements from its first."""
@@ -118,20 +111,13 @@ def elements_inside(
 
 
 @triton.jit
-def compensated(
-    x: tl.tensor,
-    m: tl.tensor,
-    keep: tl.tensor,
-    new: tl.tensor,
-    residual: tl.tensor,
-    start: tl.tensor,
-    offsets: tl.tensor,
-    inside: tl.tensor,
-) -> tl.tensor:
+def compensated(inputs: tl.tuple, start: tl.tensor, offsets: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Return p = flush(flush(x) + residual) of the tile at ``start``, with 0 for padding.
 
-    With m, the momentum keep * m + new * x takes the place of x. Without a residual, nothing is added.
+    The inputs are x, m, keep, new and the residual. With m, the momentum keep * m + new * x takes the place of x.
+    Without a residual, nothing is added.
     """
+    x, m, keep, new, residual = inputs
     p = tl.load(x + start + offsets, mask=inside, other=0.0).to(tl.float32)
     if m is not None:
         p = keep * tl.load(m + start + offsets, mask=inside, other=0.0) + new * p
@@ -146,6 +132,20 @@ def refuse(refused: tl.tensor, largest: tl.tensor) -> None:
     """Set the flag if any of these magnitude bits encode 2**100 or more, infinity or NaN."""
     if tl.max(tl.ravel(largest), axis=0) >= TOO_LARGE:
         tl.store(refused, 1)
+
+
+@triton.jit
+def load_scale(scales: tl.tensor, first: tl.tensor, count: tl.tensor, BUCKETS: tl.constexpr) -> tl.tensor:
+    """Return the scales of a tile that starts with bucket ``first``, 0 for buckets that do not exist."""
+    mask = buckets_inside(count, BUCKETS)
+    return tl.load(scales + first + tl.arange(0, BUCKETS), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_scale(scales: tl.tensor, scale: tl.tensor, first: tl.tensor, count: tl.tensor) -> None:
+    """Store the scales of a tile that starts with bucket ``first``."""
+    BUCKETS: tl.constexpr = scale.shape[0]
+    tl.store(scales + first + tl.arange(0, BUCKETS), scale, mask=buckets_inside(count, BUCKETS))
 
 
 @triton.jit
