@@ -269,10 +269,12 @@ def side_by_side(jobs: Sequence[Job], dies: int) -> None:
                 job.go_on()
                 end = time.monotonic() + TURN
                 while not job.ended and time.monotonic() < end:
+                    if len(job.losses) >= dies and not job.saved.exists():
+                        job.stop()
+                        shutil.copytree(job.out, job.saved)
+                        job.go_on()
                     time.sleep(0.02)
                 job.stop()
-                if len(job.losses) >= dies and not job.saved.exists():
-                    shutil.copytree(job.out, job.saved)
     finally:
         for job in jobs:
             job.go_on()
