@@ -62,6 +62,8 @@ class Script:
     launcher: tuple[str, ...] = TORCHRUN
     dies: int = 220
     """The step after which it is as if it had been killed."""
+    of_one_size: tuple[str, ...] = ()
+    """Conversions whose states fit only the number of ranks that they were made for."""
 
 
 SCRIPT = {
@@ -97,6 +99,7 @@ SCRIPT = {
         ("--out", "{out}", "--devices", "{ranks}"),
         ("--resume", "{out}/checkpoint.pkl"),
         (sys.executable,),
+        of_one_size=("compressed", "onebit"),
     ),
     "mpi_adam": Script(
         "NumPy under MPI, `Allreduce`", ("--out", "{out}"), ("--resume", "{out}/checkpoint.npz"), MPIRUN
@@ -282,11 +285,11 @@ def side_by_side(jobs: Sequence[Job], dies: int) -> None:
         job.end()
 
 
-def resumed(name: str, code: Path, saved: Path) -> dict[str, Any]:
+def resumed(name: str, way: str, code: Path, saved: Path) -> dict[str, Any]:
     """Return the last validation losses of runs that resume from a folder, on as many ranks and on another number."""
     jobs = {}
     try:
-        for ranks in (RANKS, OTHER_RANKS):
+        for ranks in (RANKS,) if way in SCRIPT[name].of_one_size else (RANKS, OTHER_RANKS):
             copy = shutil.copytree(saved, saved.with_name(f"{saved.name}-on{ranks}"))
             jobs[str(ranks)] = Job(name, code, copy, ranks, resume=True)
         return {ranks: job.end().validation[-1] for ranks, job in jobs.items()}
@@ -323,7 +326,7 @@ def measured(name: str, folder: Path) -> list[dict[str, Any]]:
                 "losses": [rounded(fmean(job.losses[k : k + 50])) for k in range(0, len(job.losses), 50)],
                 "validation": job.validation[-1],
                 "seconds": rounded(median(later)),
-                "resumed": resumed(name, path, job.saved),
+                "resumed": resumed(name, way, path, job.saved),
             }
         )
         print(rows[-1], flush=True)
@@ -377,7 +380,10 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
                 f"[{way}]({place})",
                 "" if way == ORIGINAL else str(changed_lines(conversions(name)[way])),
                 f"{row['validation']:.3f}",
-                *(f"{loss:.3f}" for loss in row["resumed"].values()),
+                *(
+                    f"{row['resumed'][n]:.3f}" if n in row["resumed"] else "-"
+                    for n in map(str, (RANKS, OTHER_RANKS))
+                ),
                 f"{1e3 * row['seconds']:.1f}",
                 f"{row['seconds'] / seconds:.2f}",
             ]
