@@ -427,8 +427,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("mask", "text"),
         [
-            ({"1": np.ones(3)}, "exp_avg_mask has '1'; expected one of 0"),
-            ({"0": np.ones(4)}, r"exp_avg_mask has shape \(4,\) for '0'; expected \(3,\)"),
+            ({"1": np.ones(3)}, "a name in exp_avg_mask is '1'; expected one of 0"),
+            ({"0": np.ones(4)}, r"shape of exp_avg_mask\['0'\] is \(4,\); expected \(3,\)"),
         ],
     )
     def test_masks(self, mask, text):

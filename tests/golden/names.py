@@ -49,10 +49,15 @@ def _lines(module: str, key: str, value: Any, homes: dict[int, str]) -> Iterator
         return
     bases = [base for base in value.__mro__ if base.__module__.startswith("qcomp.")]
     for name in sorted({name for base in bases for name in vars(base) if not name.startswith("_")}):
-        base = next(base for base in bases if name in vars(base))
+        base = next(base for base in bases if name in vars(base) and not _is_copied(vars(base)[name], base))
         member = getattr(vars(base)[name], "__func__", vars(base)[name])
         if isinstance(member, MEMBERS) and (base is value or id(base) not in homes):
             yield f"{key}.{name}", _description(member)
+
+
+def _is_copied(member: Any, kind: type) -> bool:
+    """Return whether a method is that of another class, as torch copies ``step`` when it first makes an optimizer."""
+    return getattr(member, "hooked", False) and not member.__qualname__.startswith(f"{kind.__name__}.")
 
 
 def _description(value: Any) -> str:

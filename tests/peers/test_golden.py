@@ -60,11 +60,11 @@ class FirstCallCounts(OnebitAdam):
 
 
 class FreshPadding(OnebitLamb):
-    def _advance(self, params, grads, state):
+    def _last_step(self, params, grads, state):
         if "exp_avg_padding" in state.arrays:
             padding = tuple(np.zeros_like(p) for p in state.arrays["exp_avg_padding"])
             state = state._replace(arrays={**state.arrays, "exp_avg_padding": padding})
-        return (yield from super()._advance(params, grads, state))
+        return (yield from super()._last_step(params, grads, state))
 
 
 class KeptErrors(ZeroOneAdam):

@@ -4,15 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qcomp.core.errors import NonFiniteError
+from qcomp.core.mean.codec import refused_by
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
+from qcomp.core.mean.state import zeros_for
 from qcomp.core.numeric.arrays import (
     Array,
+    all_below,
     array_namespace,
     bytes_of,
-    device,
     divide,
     dtype_name,
+    flat,
     from_bytes_of,
     itemsize,
     require_below,
@@ -20,7 +22,6 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.bitplanes import pack, unpack
 from qcomp.core.numeric.sums import total
-from qcomp.core.reporting import name_ranks
 
 __all__ = ["Errors", "norm", "padded_size", "sign_mean"]
 
@@ -40,19 +41,11 @@ class Errors(NamedTuple):
     def zeros(cls, like: Array, count: int, ranks: int) -> "Errors":
         """Return zero errors for a tensor of ``count`` elements, in the library and dtype of ``like``."""
         length = padded_size(count, ranks) if ranks > 1 else 0
-        xp = array_namespace(like)
-        sizes = (length, length // ranks)
-        return cls(*(xp.zeros((size,), dtype=like.dtype, device=device(like)) for size in sizes))
+        return cls(zeros_for(like, length), zeros_for(like, length // ranks))
 
 
 def padded_size(count: int, ranks: int) -> int:
-    """Return the padded number of elements for ``count`` elements: a multiple of ranks * lcm(ranks, 8).
-
-    Examples
-    --------
-    >>> [padded_size(35, ranks) for ranks in (1, 2, 3)]
-    [40, 48, 72]
-    """
+    """Return the padded number of elements for ``count`` elements: a multiple of ranks * lcm(ranks, 8)."""
     unit = ranks * math.lcm(ranks, 8)
     return -(-count // unit) * unit
 
@@ -74,15 +67,10 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
     ranks : int
         Number of ranks. A single rank compresses nothing.
 
-    Yields
-    ------
-    AllToAll, then AllGather
-
     Returns
     -------
-    mean : array
-        Has the shape and dtype of x; all ranks get the same bits.
-    errors : Errors
+    tuple of array and Errors
+        The mean, with the shape and dtype of x and the same bits on all ranks; and the new errors.
 
     Raises
     ------
@@ -94,11 +82,8 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
     Let P be the padded size, b = (x, 0) + worker error, s = ||b||_2 / sqrt(P) and sign(0) = +1. Worker i sends s_i
     sign(b_i). A server computes c = sum_i s_i sign(b_i) / N + server error for its P / N elements, and sends t sign(c)
     with t = ||c||_2 / sqrt(P / N). What each of them loses is its new error. The padding counts in the scales and has
-    errors too. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice.
-
-    The bits are packed as in `qcomp.core.numeric.bitplanes`, with 1 for negative. DeepSpeed's wire format puts the most
-    significant bits first, with 1 for positive; this is the only difference. Source: DeepSpeed 0.19.6, whose
-    ``compressed_allreduce`` this reproduces; Tang et al., ICML 2021.
+    errors too. Sends 2 (N - 1) / N * P bits and a scale of 32 bits to each peer, twice. Source:
+    ``compressed_allreduce`` of DeepSpeed 0.19.6, whose messages have another layout; Tang et al., ICML 2021.
 
     Examples
     --------
@@ -111,82 +96,46 @@ def sign_mean(x: Array, errors: Errors, ranks: int) -> Stages[tuple[Array, Error
     >>> qcomp.comm.run_local(2, rank_main)[1]
     array([ 0.483, -0.483,  0.483], dtype=float32)
     """
-    xp = array_namespace(x)
-    count = math.prod(x.shape)
-    flat = xp.reshape(x, (-1,))
+    xp, count = array_namespace(x), math.prod(x.shape)
     if ranks == 1 or count == 0:
-        require_below(flat, _LIMIT, "one bit")
+        require_below(flat(x), _LIMIT, "one bit")
         return x, errors
     length = errors.worker.shape[0]
-    if length > count:
-        padding = xp.zeros((length - count,), dtype=x.dtype, device=device(x))
-        flat = xp.concat([flat, padding])
-    shard = length // ranks
-    size = itemsize(dtype_name(x.dtype)) + shard // 8
-    worker = _signed(flat + errors.worker)
-    arrived = yield AllToAll(worker.messages(ranks), (size,) * ranks)
-    received = _opened(arrived, x, worker.refusal)
-    average = _values(received[0].scale * (1 / ranks), received[0].negative)
-    for message in received[1:]:
-        average = average + _values(message.scale * (1 / ranks), message.negative)
-    server = _signed(average + errors.server)
-    arrived = yield AllGather(server.messages(1)[0], (size,) * ranks)
-    received = _opened(arrived, x, server.refusal)
-    mean = xp.concat([_values(message.scale, message.negative) for message in received])
-    return xp.reshape(mean[:count], x.shape), Errors(worker.error, server.error)
+    sizes = (itemsize(dtype_name(x.dtype)) + length // ranks // 8,) * ranks
+    padded = xp.concat([flat(x), zeros_for(x, length - count)])
+    messages, worker = _signs(padded + errors.worker, ranks)
+    shares = _values((yield AllToAll(messages, sizes)), x, 1 / ranks)
+    (message,), server = _signs(sum(shares[1:], shares[0]) + errors.server, 1)
+    mean = xp.concat(_values((yield AllGather(message, sizes)), x, 1.0))
+    return xp.reshape(mean[:count], x.shape), Errors(worker, server)
 
 
-class _Message(NamedTuple):
-    scale: Array
-    negative: Array
+def _signs(b: Array, parts: int) -> tuple[tuple[Array, ...], Array]:
+    """Return the scale and the packed signs of each of some equal parts, and the error of all.
 
-
-class _Signed(NamedTuple):
-    """Compressed values."""
-
-    scale: Array
-    negative: Array
-    error: Array
-    refusal: NonFiniteError | None
-    """The reason why the values could not be compressed; the scale is then NaN, which tells all ranks."""
-
-    def messages(self, count: int) -> tuple[Array, ...]:
-        """Return the scale and the packed signs of each of ``count`` equal parts."""
-        xp = array_namespace(self.negative)
-        rows = pack(xp.reshape(self.negative, (count, -1)), 1)
-        scale = bytes_of(self.scale)
-        return tuple(xp.concat([scale, rows[part, :]]) for part in range(count))
-
-
-def _signed(b: Array) -> _Signed:
+    A scale of NaN tells all ranks that b cannot be compressed.
+    """
     xp = array_namespace(b)
-    refusal = None
-    try:
-        require_below(b, _LIMIT, "one bit")
-    except NonFiniteError as error:
-        refusal = error
-        b = xp.zeros_like(b)
+    fine = all_below(b, _LIMIT)
+    b = xp.where(fine, b, xp.zeros_like(b))
     scale = xp.reshape(divide(norm(b), math.sqrt(b.shape[0])), (1,))
-    if refusal is not None:
-        scale = xp.full_like(scale, math.nan)
     negative = xp.astype(b < 0, xp.uint8)
-    return _Signed(scale, negative, b - _values(scale, negative), refusal)
+    head = bytes_of(xp.where(fine, scale, xp.full_like(scale, math.nan)))
+    rows = pack(xp.reshape(negative, (parts, -1)), 1)
+    return tuple(xp.concat([head, rows[part, :]]) for part in range(parts)), b - _signed(scale, negative)
 
 
-def _values(scale: Array, negative: Array) -> Array:
-    return array_namespace(scale).where(negative == 1, -scale, scale)
-
-
-def _opened(messages: Sequence[Array], like: Array, refusal: NonFiniteError | None) -> list[_Message]:
-    """Return the messages of all ranks, or raise if one of them refused."""
-    xp = array_namespace(like)
-    name = dtype_name(like.dtype)
+def _values(messages: Sequence[Array], like: Array, factor: float) -> list[Array]:
+    """Return the values in the messages of all ranks times a factor, or raise if one of them refused."""
+    xp, name = array_namespace(like), dtype_name(like.dtype)
     start = itemsize(name)
     scales = [from_bytes_of(message[:start], name) for message in messages]
     refused = [rank for rank, scale in enumerate(scales) if not math.isfinite(float(scale[0]))]
     if refused:
-        raise NonFiniteError(
-            f"a value on {name_ranks(refused)} is not finite, or too large to compress"
-        ) from refusal
+        raise refused_by(refused)
     bits = [unpack(xp.reshape(message[start:], (1, -1)), 1)[0, :] for message in messages]
-    return [_Message(scale, negative) for scale, negative in zip(scales, bits, strict=True)]
+    return [_signed(scale * factor, negative) for scale, negative in zip(scales, bits, strict=True)]
+
+
+def _signed(scale: Array, negative: Array) -> Array:
+    return array_namespace(scale).where(negative == 1, -scale, scale)

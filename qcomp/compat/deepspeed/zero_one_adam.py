@@ -1,35 +1,32 @@
 """DeepSpeed's 0/1 Adam."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
-from qcomp.compat.deepspeed.base import DeepSpeedOptimizer
-from qcomp.compat.deepspeed.onebit_adam import require_step
+from qcomp.compat.deepspeed.base import Arrays, DeepSpeedOptimizer, Moved
 from qcomp.core.checkpoint.schema import Number
-from qcomp.core.mean.stages import Stages
-from qcomp.core.numeric.arrays import Array, array_namespace, divide, sqrt
+from qcomp.core.numeric.arrays import divide, sqrt
+from qcomp.core.optimizers.lamb import direction
+from qcomp.core.optimizers.tensors import zeros_like
+from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
 __all__ = ["ZeroOneAdam", "zero_one_adam"]
 
 _ACCUMULATOR = "momentum_accumulator"
+_FIRST = {"var_interval": 1.0, "var_counter": 0.0, "local_step_interval": 1.0, "local_step_counter": 0.0}
+"""The first values of the intervals and counters, which are also their least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneAdam(DeepSpeedOptimizer):
     """DeepSpeed's ``ZeroOneAdam``, with its parameters' names and defaults.
 
-    - Stage "warmup": in some calls momentum and variance use the exact mean gradient; in the others the momentum uses
-      the compressed mean gradient.
-    - Stage "local", from the second call after call number max(1, ``var_freeze_step``): the variance is constant, every
-      rank makes local steps, and in some calls the ranks synchronise. Between these calls their parameters and momenta
-      differ.
-
     Parameters
     ----------
     learning_rate : float or callable
-        DeepSpeed's ``lr``. A schedule receives the number of completed calls. Once the variance is constant, it must be
-        above 0 in some step before each synchronisation.
+        DeepSpeed's ``lr``. Once the variance is constant, it must be above 0 in some step before each synchronisation.
     betas, eps, weight_decay, exp_avg_mask, groups
         See `DeepSpeedOptimizer`.
     var_freeze_step : int
@@ -48,9 +45,9 @@ class ZeroOneAdam(DeepSpeedOptimizer):
     times the mask; a single rank then does not change m, and its gradient has no effect. In every call x = x - rate (m
     / (sqrt(v) + eps) + weight_decay x), without bias correction.
 
-    Once the variance is constant, the errors restart at zero, and each rank makes such steps with its own gradient and
-    adds them up in u. In every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if there are several
-    ranks, replaces these steps: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
+    Once the variance is constant, in the stage "local", the errors restart at zero, and each rank makes such steps with
+    its own gradient and adds them up in u. In every h-th call U = `sign_mean` (u (sqrt(v) + eps)), times the mask if
+    there are several ranks, replaces these steps: x = x - u + U / (sqrt(v) + eps), m = -U / (sum of the rates), u = 0.
 
     Every rank subtracts its own u, so after a synchronisation the ranks' parameters are equal only up to rounding;
     `qcomp.ZeroOneAdam` keeps the common parameters instead.
@@ -58,22 +55,9 @@ class ZeroOneAdam(DeepSpeedOptimizer):
     Sends 2 (N - 1) / N bits per element for a `sign_mean`, 32 times as much for an exact mean, and nothing in local
     steps. A non-finite gradient in a local step goes unnoticed until the next synchronisation, where all ranks raise.
     Source: DeepSpeed 0.19.6, which it reproduces step by step; Lu et al., ICLR 2023.
-
-    Examples
-    --------
-    >>> import numpy as np, qcomp
-    >>> opt = qcomp.compat.deepspeed.zero_one_adam(
-    ...     learning_rate=0.02, betas=(0.9, 0.95), var_freeze_step=30, local_step_scaler=20, local_step_clipper=4
-    ... )
-    >>> def rank_main(comm):
-    ...     params = np.zeros(100, dtype=np.float32)
-    ...     state = opt.init(params, comm)
-    ...     for _ in range(120):
-    ...         params, state = opt.step(params, params - 1 - comm.rank, state, comm)
-    ...     return state.stage, float(abs(params - 1.5).max()) < 0.2
-    >>> qcomp.comm.run_local(2, rank_main)
-    [('local', True), ('local', True)]
     """
+
+    last_stage = "local"
 
     var_freeze_step: int = 100_000
     var_update_scaler: int = 16
@@ -82,18 +66,12 @@ class ZeroOneAdam(DeepSpeedOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_step("var_freeze_step", self.var_freeze_step)
-        for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper"):
-            require_step(name, getattr(self, name), 1)
-        if self.nonfinite != "raise":
-            raise ValueError(
-                f"nonfinite is {self.nonfinite!r}; expected 'raise': a rank that steps alone cannot agree to skip"
-            )
+        expected = "'raise': a rank that steps alone cannot agree to skip"
+        require("nonfinite", self.nonfinite, self.nonfinite == "raise", expected)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:
         """Return the errors, and in the local stage the other arrays that differ between ranks."""
-        local = ("momentum", _ACCUMULATOR) if stage == "local" else ()
-        return (*super().own_kinds(stage), *local)
+        return super().own_kinds(stage) + (("momentum", _ACCUMULATOR) if self.apart(stage) else ())
 
     def apart(self, stage: str) -> bool:
         """Return whether the ranks make local steps."""
@@ -101,80 +79,42 @@ class ZeroOneAdam(DeepSpeedOptimizer):
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
         """Return the valid ranges of the intervals and counters."""
-        interval, counter = Number(least=1, whole=True), Number(least=0, whole=True)
-        return {
-            "var_interval": interval,
-            "var_counter": counter,
-            "local_step_interval": interval,
-            "local_step_counter": counter,
-        }
+        return {name: Number(least=first, whole=True) for name, first in _FIRST.items()}
 
-    def initial_state(
-        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
-    ) -> OptimizerState:
+    def initial_state(self, params: Arrays, names: tuple[str, ...], rank: int, size: int) -> OptimizerState:
         """Return zero moments and errors."""
         state = super().initial_state(params, names, rank, size)
-        numbers = {
-            "var_interval": 1.0,
-            "var_counter": 0.0,
-            "local_step_interval": 1.0,
-            "local_step_counter": 0.0,
-            **{f"lrs.{name}": 0.0 for name in names},
-        }
-        return state._replace(arrays=self._errors(state), numbers=numbers)
+        numbers = _FIRST | {f"lrs.{name}": 0.0 for name in names}
+        return state._replace(arrays=self._zero_errors(state), numbers=numbers)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or of the local stage with zero errors."""
-        if stage != "local":
-            return super().enter(state, stage)
-        zeros = tuple(array_namespace(m).zeros_like(m) for m in state.momentum)
-        return state._replace(stage=stage, arrays={**self._errors(state), _ACCUMULATOR: zeros})
+        """Return the state of the warm-up, or of the local stage with zero errors and no steps to replace."""
+        state = super().enter(state, stage)
+        if not self.apart(stage):
+            return state
+        return state._replace(arrays={**state.arrays, _ACCUMULATOR: zeros_like(state.momentum)})
 
-    def _advance(
-        self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState
-    ) -> Stages[tuple[list[Array], OptimizerState]]:
-        steps = self._local_step if state.stage == "local" else self._variance_step
-        return (yield from steps(params, grads, state))
-
-    def _variance_step(
-        self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState
-    ) -> Stages[tuple[list[Array], OptimizerState]]:
+    def _warmup_step(self, params: Arrays, grads: Arrays, state: OptimizerState) -> Moved:
         call, numbers = state.step + 1, dict(state.numbers)
-        momentum: Sequence[Array] = state.momentum
-        variance: Sequence[Array] = state.variance
-        updates_variance = call % int(numbers["var_interval"]) == 0
-        new_state = state
-        if updates_variance:
-            means = yield from self._exact_mean(grads, state)
-            momentum, variance = self._blended(momentum, means), self._varied(variance, means)
+        if call % int(numbers["var_interval"]) == 0:
+            state = yield from self._with_moments(grads, state)
+            _count(numbers, "var", self.var_update_scaler)
         else:
-            exchanged, new_state = yield from self._sign_means(dict(enumerate(grads)), state)
+            means, state = yield from self._sign_means(grads, state)
             if state.size > 1:  # a single rank does not change its momentum
-                momentum = self._blended(momentum, self._masked(list(exchanged.values()), state))
-        updates = self._updates(params, momentum, variance, state)
-        moved = [p - rate * u for p, u, rate in zip(params, updates, self.rates(state), strict=True)]
-        if updates_variance:
-            numbers["var_counter"] += 1
-            if numbers["var_counter"] == self.var_update_scaler:
-                numbers |= {"var_counter": 0.0, "var_interval": 2 * numbers["var_interval"]}
-        new_state = new_state._replace(momentum=tuple(momentum), variance=tuple(variance), numbers=numbers)
-        return moved, self.enter(new_state, "local") if call > self.var_freeze_step else new_state
+                state = state._replace(momentum=self._blended(state, self._masked(means, state)))
+        moved, state = self._moved(params, state), state._replace(numbers=numbers)
+        return moved, self.enter(state, "local") if call > self.var_freeze_step else state
 
-    def _local_step(
-        self, params: Sequence[Array], grads: Sequence[Array], state: OptimizerState
-    ) -> Stages[tuple[list[Array], OptimizerState]]:
-        call, numbers, rates = state.step + 1, dict(state.numbers), self.rates(state)
-        momentum = self._blended(state.momentum, grads)
-        changes = [
-            rate * u
-            for u, rate in zip(self._updates(params, momentum, state.variance, state), rates, strict=True)
-        ]
+    def _last_step(self, params: Arrays, grads: Arrays, state: OptimizerState) -> Moved:
+        call, numbers, settings = state.step + 1, dict(state.numbers), self._numbers(state)
+        momentum = self._blended(state, grads)
+        directions = map(direction, params, momentum, state.variance, settings)
+        changes = [n.rate * d for n, d in zip(settings, directions, strict=True)]
         moved = [p - change for p, change in zip(params, changes, strict=True)]
-        pending = [u - change for u, change in zip(state.arrays[_ACCUMULATOR], changes, strict=True)]
+        pending: Arrays = [u - d for u, d in zip(state.arrays[_ACCUMULATOR], changes, strict=True)]
         sums = [f"lrs.{name}" for name in state.names]
-        for key, rate in zip(sums, rates, strict=True):
-            numbers[key] += rate
-        new_state = state
+        numbers |= {key: numbers[key] + n.rate for key, n in zip(sums, settings, strict=True)}
         if call % int(numbers["local_step_interval"]) == 0:
             if not all(numbers[key] > 0 for key in sums):
                 raise ValueError(
@@ -182,23 +122,25 @@ class ZeroOneAdam(DeepSpeedOptimizer):
                     "the variance is constant: the momentum is divided by the sum of the rates"
                 )
             divisors = [sqrt(v) + self.eps for v in state.variance]
-            scaled = {i: u * d for i, (u, d) in enumerate(zip(pending, divisors, strict=True))}
-            means, new_state = yield from self._sign_means(scaled, state)
-            averages = list(means.values())
-            if state.size > 1:
-                averages = self._masked(averages, state)
-            momentum = [divide(-a, numbers[key]) for a, key in zip(averages, sums, strict=True)]
-            moved = [(p - u) + a / d for p, u, a, d in zip(moved, pending, averages, divisors, strict=True)]
-            pending = [array_namespace(u).zeros_like(u) for u in pending]
+            scaled = [u * d for u, d in zip(pending, divisors, strict=True)]
+            means, state = yield from self._sign_means(scaled, state)
+            averages = self._masked(means, state) if state.size > 1 else tuple(means)
+            momentum = tuple(divide(-a, numbers[key]) for a, key in zip(averages, sums, strict=True))
+            tensors = zip(moved, pending, averages, divisors, strict=True)
+            moved = [(p - u) + a / d for p, u, a, d in tensors]
+            pending = zeros_like(pending)
             numbers |= dict.fromkeys(sums, 0.0)
-        numbers["local_step_counter"] += 1
-        if numbers["local_step_counter"] == self.local_step_scaler:
-            numbers["local_step_counter"] = 0.0
-            numbers["local_step_interval"] = min(
-                float(self.local_step_clipper), 2 * numbers["local_step_interval"]
-            )
-        arrays = {**new_state.arrays, _ACCUMULATOR: tuple(pending)}
-        return moved, new_state._replace(momentum=tuple(momentum), arrays=arrays, numbers=numbers)
+        _count(numbers, "local_step", self.local_step_scaler, self.local_step_clipper)
+        arrays = {**state.arrays, _ACCUMULATOR: tuple(pending)}
+        return moved, state._replace(momentum=momentum, arrays=arrays, numbers=numbers)
+
+
+def _count(numbers: dict[str, float], what: str, scaler: int, most: float = inf) -> None:
+    """Count a call; every ``scaler`` calls the interval doubles, up to ``most``."""
+    counter, interval = f"{what}_counter", f"{what}_interval"
+    numbers[counter] += 1
+    if numbers[counter] == scaler:
+        numbers.update({counter: 0.0, interval: min(float(most), 2 * numbers[interval])})
 
 
 zero_one_adam = ZeroOneAdam

@@ -59,6 +59,8 @@ _LONGEST = 100
 class Described(Protocol):
     """What describes its states, an optimizer or an outer loop; see `qcomp.core.optimizers.replica.Replica`."""
 
+    resizes: bool
+
     def mean_of(self, state: OptimizerState) -> CompressedMean:
         """Return the mean whose residuals a state has."""
 

@@ -176,6 +176,11 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     """
     facts = yield from _told(facts_of(saved, world.accept), world)
     by, size = holders(facts)
+    if size != world.size and not world.replica.resizes:
+        raise ValueError(
+            f"saved comes from another number of ranks; expected {world.size} instead of {size}: a state of "
+            f"{type(world.replica).__name__} has arrays that fit only this number"
+        )
     _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
     template = world.template(step, stage)
     intact: dict[int, Saved] = {}

@@ -89,6 +89,9 @@ class Replica(ABC, Generic[Loaded]):
     description of its state says.
     """
 
+    resizes = True
+    """Whether a saved state fits another number of ranks, and does without the arrays of some."""
+
     def __post_init__(self) -> None:
         plain_numbers(self)
         averaging = getattr(self, "averaging", None)
@@ -554,6 +557,10 @@ def _load(
     yield from handshake_stages({"saved": what, "lost": missing}, size=world.size, like=world.like)
     if missing not in ("raise", "drop"):
         raise ValueError(f"lost is {missing!r}; expected 'raise' or 'drop'")
+    if world.drops and not replica.resizes:
+        raise ValueError(
+            f"lost is 'drop'; expected 'raise': a state of {type(replica).__name__} needs those of all"
+        )
     if isinstance(saved, Mapping) and world.drops:
         of_others = yield from gather_texts("x" * _is_of_another(saved, world), world.size, world.like)
         saved = [saved] if any(of_others) else saved
