@@ -10,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from qcomp.core.compressor import Compressor
 from qcomp.integrations.ddp import HookState, hook
+from qcomp.torch.parameters import mark_of
 
 __all__ = ["AttachOptimizer", "CompressGradients"]
 
@@ -19,8 +20,9 @@ _FILE = "qcomp_hook.pt"
 class CompressGradients(TrainerCallback):
     """Compress the gradients of a Trainer during its backward passes, for any optimizer.
 
-    Each checkpoint gets the state of the hook, in the file ``qcomp_hook.pt``; a run that resumes reads it. On one
-    process there is nothing to do.
+    Each checkpoint gets the state of the hook, in the file ``qcomp_hook.pt``; a run that resumes reads it, if it was
+    saved with the weights that the run begins with. A run that resumes from a folder outside ``output_dir`` names it in
+    ``TrainingArguments(resume_from_checkpoint=...)`` too. On one process there is nothing to do.
 
     Parameters
     ----------
@@ -34,7 +36,7 @@ class CompressGradients(TrainerCallback):
     Warns
     -----
     UserWarning
-        If a run resumes from a checkpoint without the state of the hook, which then starts anew.
+        If a run resumes and finds no state of the hook of its checkpoint, so that the hook starts anew.
 
     Examples
     --------
@@ -47,6 +49,7 @@ class CompressGradients(TrainerCallback):
         self._compressor = compressor
         self._settings = settings
         self._hook: HookState | None = None
+        self._wrapped: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -55,8 +58,10 @@ class CompressGradients(TrainerCallback):
         if args.world_size == 1:
             return
         model: Any = self._trainer.model_wrapped
-        self._hook, run = hook(self._compressor, model, **self._settings)
-        model.register_comm_hook(self._hook, run)
+        if model is not self._wrapped:  # else train() was called before
+            self._hook, run = hook(self._compressor, model, **self._settings)
+            model.register_comm_hook(self._hook, run)
+            self._wrapped = model
         if state.global_step:
             self._load(args, state)
 
@@ -67,28 +72,41 @@ class CompressGradients(TrainerCallback):
         if self._hook is not None:
             self._hook.gather_states()
             if args.process_index == 0:
-                torch.save(self._hook.state_dict(), _checkpoint(args, state) / _FILE)
+                saved = {"hook": self._hook.state_dict(), "weights": self._weights()}
+                torch.save(saved, _checkpoint(args, state) / _FILE)
 
     def _load(self, args: TrainingArguments, state: TrainerState) -> None:
         assert self._hook is not None
         given = args.resume_from_checkpoint
-        folders = [_checkpoint(args, state)] if given is None else [Path(given), _checkpoint(args, state)]
-        for file in (folder / _FILE for folder in folders):
-            if file.is_file():
-                self._hook.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-                return
+        named = [Path(given)] if isinstance(given, str) else []
+        folders = [*named, _checkpoint(args, state)]
+        files = [file for folder in folders if (file := folder / _FILE).is_file()]
+        found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        weights = self._weights()
+        own = [saved["hook"] for saved in found if saved["weights"] == weights][:1]
+        # Of a node without a shared disk, all ranks may have none.
+        counts = torch.zeros(args.world_size, dtype=torch.int32, device=args.device)
+        counts[args.process_index] = len(own)
+        torch.distributed.all_reduce(counts)
+        if counts.any():
+            self._hook.load_state_dict(own if args.process_index == int(counts.argmax()) else [])
+            return
         warnings.warn(
-            f"the checkpoint of step {state.global_step} has no {_FILE}, so the residuals of the hook start at 0; "
-            f"expected it in {folders[0]}",
+            f"no {_FILE} is of the checkpoint of step {state.global_step}, so the residuals of the hook start at 0; "
+            f"expected it in {folders[0]}, or in the folder that TrainingArguments(resume_from_checkpoint=...) names",
             stacklevel=2,
         )
+
+    def _weights(self) -> list[int]:
+        """Return marks of the weights, by which those of another run are told apart."""
+        return [mark_of(p.detach()) for p in self._wrapped.parameters() if p.requires_grad]
 
 
 class AttachOptimizer(TrainerCallback):
     """Let the qcomp optimizer of a Trainer exchange its momenta during the backward passes, as ``model=`` does.
 
-    Before a checkpoint the states of all ranks are gathered, so that the file of rank 0 resumes all of them. On one
-    process there is nothing to do.
+    Before a checkpoint the states of all ranks are gathered, so that the file of rank 0 resumes all of them. So add it
+    after callbacks that ask for checkpoints. On one process there is nothing to do.
 
     Parameters
     ----------
@@ -99,6 +117,8 @@ class AttachOptimizer(TrainerCallback):
     ------
     ValueError
         When training begins, if ``max_grad_norm`` is not 0: averaged momenta are not gradients to clip.
+    TypeError
+        Then, too, if the optimizer is not of `qcomp.torch`.
 
     Examples
     --------
@@ -109,6 +129,7 @@ class AttachOptimizer(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._wrapped: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -119,8 +140,15 @@ class AttachOptimizer(TrainerCallback):
                 f"max_grad_norm is {args.max_grad_norm}; expected 0, since the optimizer averages momenta instead of "
                 f"gradients: pass it clip_norm={args.max_grad_norm}"
             )
-        if args.world_size > 1:
-            self._optimizer.attach(self._trainer.model_wrapped)
+        optimizer, model = self._optimizer, self._trainer.model_wrapped
+        if not hasattr(optimizer, "attach"):
+            raise TypeError(
+                f"the Trainer's optimizer is a {type(optimizer).__name__}; expected one of qcomp.torch, such as with "
+                "optimizer_cls_and_kwargs=(qcomp.torch.OneBitAdam, {...}); CompressGradients serves any other"
+            )
+        if args.world_size > 1 and model is not self._wrapped:  # else train() was called before
+            optimizer.attach(model)
+            self._wrapped = model
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

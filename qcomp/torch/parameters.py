@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from qcomp.core.numeric.arrays import host_bytes
+from qcomp.core.numeric.arrays import host_bytes, sharing
 from qcomp.integrations.ddp.parameters import averaged_by, plain_name
 
 __all__ = [
@@ -103,24 +102,24 @@ def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
     named : iterable of pairs
         The parameters with their names.
     """
-    named, spans = list(named), []
+    named = list(named)
     require_values(named)
-    for name, p in named:
-        if p.layout is not torch.strided or hasattr(p, "device_mesh") or not p.numel():
-            continue
-        steps = [(stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1]
-        if any(stride == 0 for stride, _ in steps):
+    own = [
+        (name, p)
+        for name, p in named
+        if p.layout is torch.strided and not hasattr(p, "device_mesh") and p.numel()
+    ]
+    for name, p in own:
+        if any(stride == 0 for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1):
             raise ValueError(
                 f"the parameter {name!r} repeats elements in memory, as expand does: make it of a contiguous copy"
             )
-        if sum(stride * (size - 1) for stride, size in steps) + 1 == p.numel():  # else others may lie between
-            spans.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
-    for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
-        if start < stop:
-            raise ValueError(
-                f"the parameters {one!r} and {other!r} share memory, so each step would change it twice; expected each "
-                "parameter once: share the Parameter itself between modules"
-            )
+    if pair := sharing([p for _, p in own]):
+        one, other = (own[number][0] for number in pair)
+        raise ValueError(
+            f"the parameters {one!r} and {other!r} share memory, so each step would change it twice; expected each "
+            "parameter once: share the Parameter itself between modules"
+        )
 
 
 def require_dense(named: Iterable[tuple[str, Any]]) -> None:

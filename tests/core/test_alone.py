@@ -87,3 +87,20 @@ def test_exact_float64_has_its_own_range(float64_library, lockstep):
         assert all(to_numpy(x).tobytes() == expected for x, _ in averaged(EXACT, size, topology)), topology
         errors = averaged([2.0**996], size, topology, catch=NonFiniteError)
         assert all("is not finite, or too large" in str(error) for error in errors)
+
+
+def test_exact_float32_has_the_same_bits_beside_float64(lockstep):
+    """Joined to one vector, it was added up in float64, kept what is below 2^-126, and was not refused."""
+    doubles = np.full(3, 2.0**200)
+
+    def averaged(singles, size, topology, others, **catch):
+        mean, x = CompressedMean(Identity(), topology, feedback=False), [*others, singles]
+        return lockstep([mean.stages(x, mean.zeros(x, rank=r, size=size)) for r in range(size)], **catch)
+
+    for size, topology in product((1, 3), ("two_phase", "all_gather", "ring", "hierarchical")):
+        singles = np.array([0.1, 2.0**-127, 3.0], np.float32)
+        own, beside = (averaged(singles, size, topology, others) for others in ([], [doubles]))
+        assert [x[-1].tobytes() for x, _ in own] == [x[-1].tobytes() for x, _ in beside]
+        assert all(x[0].tobytes() == doubles.tobytes() for x, _ in beside)
+        errors = averaged(np.full(3, 2.0**101, np.float32), size, topology, [doubles], catch=NonFiniteError)
+        assert all("is not finite, or too large" in str(error) for error in errors)

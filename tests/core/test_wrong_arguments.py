@@ -48,17 +48,23 @@ def test_arrays_that_are_computed_later():
             call()
 
 
-def test_an_array_twice_that_may_be_written_to():
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_shared_memory_that_may_be_written_to(library):
     """Written to as the first, it was read as the second."""
+    x = np.ones(90, dtype=np.float32) if library == "numpy" else pytest.importorskip("torch").ones(90)
     comm = qcomp.comm.LocalCommunicator.alone()
     opt, mean = qcomp.Adam(learning_rate=0.1), qcomp.CompressedMean(SIGNS)
-    state, started = opt.init([X, X], comm), mean.init([X, X], comm)
-    with pytest.raises(ValueError, match=r"^params has an array twice, and may be written to"):
-        opt.step([X, X], [X, X], state, comm, donate=True)
-    with pytest.raises(ValueError, match=r"^x has an array twice, and may be written to"):
-        mean([X, X], started, comm, donate=True)
-    (first, second), _ = opt.step([X, X], [X, X.copy()], state, comm)
-    assert first.tobytes() == second.tobytes()
+    for both in ([x, x], [x[:], x[:]], [x[:40], x[30:]], [x, x.reshape(-1, 10)], [x[::2], x[::2]]):
+        state, started = opt.init(both, comm), mean.init(both, comm)
+        with pytest.raises(
+            ValueError, match=r"^params\[0\] and params\[1\] share memory, and may be written to"
+        ):
+            opt.step(both, both, state, comm, donate=True)
+        with pytest.raises(ValueError, match=r"^x\[0\] and x\[1\] share memory, and may be written to"):
+            mean(both, started, comm, donate=True)
+        opt.step(both, both, state, comm)
+    for apart in ([x[:30], x[30:]], [x[::2], x[1::2]], [x[:0], x[:0]]):
+        mean(apart, mean.init(apart, comm), comm, donate=True)
 
 
 def test_payloads():

@@ -21,7 +21,7 @@ def alone(
     Parameters
     ----------
     values : sequence of arrays
-        Flat, of one dtype.
+        Flat.
     what : str
         What refuses values, for error texts: the spec string of a compressor.
     shares : bool
@@ -35,7 +35,8 @@ def alone(
         If a value is not finite, or too large to compress.
     """
     # Without kernels, one vector is faster than many.
-    vectors = values if chosen(values[0]) is not None else [concat(list(values))]
+    of_one_dtype = len({x.dtype for x in values}) == 1
+    vectors = [concat(list(values))] if of_one_dtype and chosen(values[0]) is None else values
     verdicts = Verdicts(at_once=False)
     means = []
     for x in vectors:

@@ -501,7 +501,7 @@ class CompressedMean:
         sends_nothing = self.lossless and state.size == 1
         in_one = sends_nothing or terms.at_once or terms.overwrite or not resolved.allows_rounds
         count = 1 if in_one else count_rounds(dtypes, sizes)
-        joined = self.lossless and count == 1 and not sends_nothing
+        joined = self.lossless and count == 1 and len(set(dtypes)) == 1 and not sends_nothing
         mean: CompressedMean = self
         if joined:  # nothing depends on the boundaries, and one vector is faster than many
             vectors, shapes = [concat(vectors)], ((sum(sizes),),)

@@ -60,6 +60,7 @@ __all__ = [
     "require_dense",
     "require_like",
     "shaped_like",
+    "sharing",
     "sqrt",
     "to_compute_dtype",
     "truncate_last_bit",
@@ -147,12 +148,36 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
 
 
 def require_apart(values: Any, argument: str) -> None:
-    """Raise ValueError if a list has an array twice that may be written to as the one and then read as the other."""
-    if isinstance(values, list | tuple) and len(set(map(id, values))) < len(values) and is_mutable(values[0]):
+    """Raise ValueError if arrays of a list share memory: what is written to as the one is read as the other."""
+    if isinstance(values, list | tuple) and is_mutable(values[0]) and (pair := sharing(values)):
         raise ValueError(
-            f"{argument} has an array twice, and may be written to; expected arrays with memory of their own, or "
-            "donate=False and overwrite=False"
+            f"{argument}[{pair[0]}] and {argument}[{pair[1]}] share memory, and may be written to; expected memory of "
+            "their own, or donate=False and overwrite=False"
         )
+
+
+def sharing(arrays: Sequence[Array]) -> tuple[int, int] | None:
+    """Return the numbers of two arrays that share memory, or None.
+
+    The gaps between elements of one may be the memory of another, so an array with gaps counts as its first byte.
+    """
+    spans = sorted((*_span(x), number) for number, x in enumerate(arrays) if 0 not in x.shape)
+    for (_, stop, one), (start, _, other) in pairwise(spans):
+        if start < stop:
+            return min(one, other), max(one, other)
+    return None
+
+
+def _span(x: Array) -> tuple[int, int]:
+    """Return the addresses at which an array begins and ends, or if it has gaps, its first byte."""
+    if hasattr(type(x), "data_ptr"):  # torch
+        size, start, strides = x.itemsize, x.data_ptr(), [step * x.itemsize for step in x.stride()]
+    elif hasattr(type(x), "strides") and hasattr(x, "__array_interface__"):  # NumPy
+        size, start, strides = x.itemsize, x.__array_interface__["data"][0], x.strides
+    else:
+        return id(x), id(x) + 1
+    length = size + sum(step * (n - 1) for step, n in zip(strides, x.shape, strict=True))
+    return start, start + (length if length == size * math.prod(x.shape) else 1)
 
 
 def one_of_each_kind(tensors: Sequence[Any]) -> list[tuple[int, Any]]:

@@ -238,7 +238,7 @@ class Optimizer(Replica[OptimizerState]):
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool, left_out: Collection[int]
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
-        if donate:
+        if donate and not state.step:  # afterwards they are its own results
             require_apart(params, "params")
         self.require_own(tensors, state)
         gradients = as_gradients(grads, tensors, state.names)
