@@ -18,6 +18,7 @@ _FunctionCache = _require(_caching, "FunctionCache", "store compiled kernels")
 _Files = _require(_caching, "CompileResultCacheImpl", "store compiled kernels")
 for _owner, _name in ((_FunctionCache, "_impl_class"), (_Files, "_locator_classes")):
     _require(_owner, _name, "choose the folder of compiled kernels")
+_require(_FunctionCache, "_index_key", "store compiled kernels")
 
 
 def cache_of(function: Callable[..., Any], locator: type | None) -> Any:
@@ -34,10 +35,18 @@ def cache_of(function: Callable[..., Any], locator: type | None) -> Any:
     RuntimeError
         If there is no place for the files; its message has the word "locator".
     """
-    if locator is None:
-        return _FunctionCache(function)
-    files = type("_Files", (_Files,), {"_locator_classes": (locator,)})
-    return type("_Cache", (_FunctionCache,), {"_impl_class": files})(function)
+    members: dict[str, Any] = {"_index_key": _index_key}
+    if locator is not None:
+        members["_impl_class"] = type("_Files", (_Files,), {"_locator_classes": (locator,)})
+    return type("_Cache", (_FunctionCache,), members)(function)
+
+
+def _index_key(_: Any, signature: Any, codegen: Any) -> Any:
+    """Return what tells apart functions of the same name and file.
+
+    numba's own key also has the pickles of the functions in a closure, which differ between processes.
+    """
+    return signature, codegen.magic_tuple()
 
 
 def use_cache(dispatcher: Any, cache: Any) -> None:

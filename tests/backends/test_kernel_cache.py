@@ -85,11 +85,18 @@ class TestFolder:
 
 
 MODULE = """
-from qcomp.backends.numba_cpu.jit import kernel
+from qcomp.backends.numba_cpu.jit import inline, kernel
 
-@kernel("int64(int64)")
-def times(x):
+@inline
+def multiplied(x):
     return {factor} * x
+
+def driver(function):
+    def times(x):
+        return function(x)
+    return kernel("int64(int64)")(times)
+
+times = driver(multiplied)
 """
 
 

@@ -29,6 +29,7 @@ ATTRIBUTES = [
     "torch.distributed.distributed_c10d:_get_default_store",
     "numba.core.caching:CompileResultCacheImpl._locator_classes",
     "numba.core.caching:FunctionCache._impl_class",
+    "numba.core.caching:FunctionCache._index_key",
 ]
 OF_FSDP = [
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state",

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from qcomp.backends.numba_cpu import threads
-from qcomp.backends.numba_cpu.jit import Bytes, Floats
+from qcomp.backends.numba_cpu.drivers import Own
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Kernel
 from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL, OVER_INPUT
 from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
@@ -32,8 +33,10 @@ __all__ = [
     "Mix",
     "Weights",
     "decode",
+    "decode_run",
     "decoder_of",
     "encode",
+    "encode_run",
     "encoder_of",
     "run_decoder",
     "run_encoder",
@@ -57,6 +60,41 @@ DecodeRun = Callable[[Decoded, bool, bool, bool, int, int], None]
 """``run(vectors, accumulate, streams, finish, first, last)`` adds up the payloads of a run of buckets, in the order of
 the ranks. With ``accumulate`` it adds them to the vectors, with ``streams`` it writes past the caches, and with
 ``finish`` it turns the sums into means over the ranks."""
+
+
+def encode_run(
+    kernel: Kernel, bucket_size: int, own: Callable[[], Own] = tuple, *, scratch: int = 0
+) -> EncodeRun:
+    """Return the function that calls a family's encoder.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        From `qcomp.backends.numba_cpu.drivers`.
+    bucket_size : int
+        Elements that a bucket takes from a vector.
+    own : callable
+        Returns the family's own arguments, with scratch arrays that no other thread uses.
+    scratch : int, optional
+        How many float32 of scratch the kernel needs besides those for a bucket.
+    """
+
+    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
+        room = np.empty(bucket_size + scratch, dtype=np.float32)
+        failed: int = kernel(*vectors, mode, *weights, bucket_size, own(), first, last, room)
+        return failed
+
+    return run
+
+
+def decode_run(kernel: Kernel, bucket_size: int, own: Callable[[], Own] = tuple) -> DecodeRun:
+    """Return the function that calls a family's decoder; see `encode_run`."""
+
+    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
+        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
+        kernel(*vectors, bucket_size, own(), accumulate, streams, finish, first, last, beside)
+
+    return run
 
 
 class Encoder(NamedTuple):

@@ -94,7 +94,7 @@ def _encode(
         for run in range(begin, end):
             start, stop = run * RUN, min((run + 1) * RUN, x.size)
             if mode != NO_RESIDUAL:
-                p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch)
+                p = load((x, residual, out, mode, m, keep, new), start, stop, stop - start, scratch)
             elif m.size > 0:
                 p = scratch[: stop - start]
                 mix(m[start:stop], x[start:stop], keep, new, p)

@@ -13,11 +13,11 @@ import math
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, Weights
-from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Longs, borrow, inline, kernel
-from qcomp.backends.numba_cpu.packing import empty_codes, pack, unpack
+from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
+from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, inline, inline_always
+from qcomp.backends.numba_cpu.packing import codes_and_scales, empty_codes, pack, unpack
 from qcomp.backends.numba_cpu.primitives import (
-    NO_RESIDUAL,
     SIGN,
     ZERO,
     F,
@@ -25,71 +25,17 @@ from qcomp.backends.numba_cpu.primitives import (
     as_bits,
     as_float,
     bucket_length,
-    finish,
     flush,
     largest_bits,
-    load,
     load_scale,
     scaled_squares,
     store_scale,
     too_large,
     tree_sum,
 )
-from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 from qcomp.core.compressors.lloyd_max import LEVELS, THRESHOLDS
 
 __all__ = ["decode_lloyd_max", "encode_lloyd_max"]
-
-
-def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
-    """Return a function that compresses vectors to the levels for this many bits."""
-    levels, thresholds = (np.asarray(table[bits], dtype=np.float32) for table in (LEVELS, THRESHOLDS))
-
-    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        codes, scratch = empty_codes(bucket_size, bits), np.empty(3 * bucket_size, dtype=np.float32)
-        failed: int = _encode(
-            vectors.rows,
-            vectors.ends,
-            mode,
-            *weights,
-            bucket_size,
-            bits,
-            levels,
-            thresholds,
-            first,
-            last,
-            codes,
-            scratch,
-        )
-        return failed
-
-    return run
-
-
-def decode_lloyd_max(bits: int, bucket_size: int) -> DecodeRun:
-    """Return a function that decompresses payloads of levels of this many bits."""
-    levels = np.asarray(LEVELS[bits], dtype=np.float32)
-
-    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
-        codes, values = empty_codes(bucket_size, bits), np.empty(2 * levels.size, dtype=np.float32)
-        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(
-            *vectors,
-            bucket_size,
-            bits,
-            levels,
-            accumulate,
-            streams,
-            finish,
-            first,
-            last,
-            codes,
-            values,
-            beside,
-        )
-
-    return run
 
 
 @inline
@@ -136,107 +82,37 @@ def _subtract(p: Floats, chosen: Floats, step: np.float32) -> None:
 
 
 @inline
-def _encode_vector(
-    x: Floats,
-    residual: Floats,
-    out: Floats,
-    mode: int,
-    m: Floats,
-    keep: np.float32,
-    new: np.float32,
-    bucket_size: int,
-    bits: int,
-    levels: Floats,
-    thresholds: Floats,
-    first: int,
-    last: int,
+def _layout(size: int, bucket_size: int, own: Own) -> Layout:
+    return codes_and_scales(size, bucket_size, bucket_size, own[0])
+
+
+@inline_always
+def _encode_bucket(
+    p: Floats,
+    filled: int,
+    start: int,
+    bucket: int,
     data: Bytes,
-    codes: Codes,
+    layout: Layout,
+    feeds: bool,
+    own: Own,
     scratch: Floats,
-) -> int:
-    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m, codes, levels, thresholds = borrow(m), borrow(codes), borrow(levels), borrow(thresholds)
-    size = x.size
-    count = (size + bucket_size - 1) // bucket_size
-    rest = size - size // bucket_size * bucket_size
-    codes_end = (size - rest + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
-    scales = (codes_end + 3) // 4 * 4
-    chosen, sums = scratch[:bucket_size], scratch[bucket_size : 2 * bucket_size]
-    beside = scratch[2 * bucket_size :]
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, size)
-        filled = stop - start
-        length = bucket_size if filled == bucket_size else bucket_length(filled)
-        p = load(x, residual, out, mode, m, keep, new, start, stop, length, beside)
-        largest = largest_bits(p)
-        if too_large(largest):
-            return bucket
-        total, power = scaled_squares(p, largest, sums[: length // 2])
-        scale = flush(F(math.sqrt(total / F(filled))) * power)
-        _choose(p, levels, thresholds, scale, codes[:length], chosen[:length])
-        if bits == 1:
-            step = flush(_mean_magnitude(p, filled, sums[:length]))
-        else:
-            step = flush(_best_step(p, chosen[:length], filled, sums[:length]))
-        store_scale(data, scales + 4 * bucket, step)
-        at = bucket * bucket_size * bits // 8
-        pack(codes[:length], bits, data[at : at + length * bits // 8])
-        if mode != NO_RESIDUAL:
-            _subtract(p, chosen[:length], step)
-            if filled < length:
-                out[start:stop] = p[:filled]
-    if last == count:
-        data[codes_end:scales] = np.uint8(0)
-    return -1
-
-
-@kernel(
-    "int64(table, i64, int64, float32, float32, int64, int64, f32, f32, int64, int64, u8, f32)",
-)
-def _encode(
-    rows: Longs,
-    ends: Longs,
-    mode: int,
-    keep: np.float32,
-    new: np.float32,
-    bucket_size: int,
-    bits: int,
-    levels: Floats,
-    thresholds: Floats,
-    first: int,
-    last: int,
-    codes: Codes,
-    scratch: Floats,
-) -> int:
-    codes, scratch = borrow(codes), borrow(scratch)
-    levels, thresholds = borrow(levels), borrow(thresholds)
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        x, residual, out, m, data = input_vectors(rows, vector)
-        failed = _encode_vector(
-            x,
-            residual,
-            out,
-            mode,
-            m,
-            keep,
-            new,
-            bucket_size,
-            bits,
-            levels,
-            thresholds,
-            start,
-            stop,
-            data,
-            codes,
-            scratch,
-        )
-        if failed >= 0:
-            return first - start + failed
-        first += stop - start
-    return -1
+) -> bool:
+    bits, levels, thresholds, all_codes = own
+    codes, chosen, sums = all_codes[: p.size], scratch[: p.size], scratch[p.size : 2 * p.size]
+    largest = largest_bits(p)
+    if too_large(largest):
+        return False
+    total, power = scaled_squares(p, largest, sums[: p.size // 2])
+    scale = flush(F(math.sqrt(total / F(filled))) * power)
+    _choose(p, levels, thresholds, scale, codes, chosen)
+    step = flush(_mean_magnitude(p, filled, sums) if bits == 1 else _best_step(p, chosen, filled, sums))
+    store_scale(data, layout[1] + 4 * bucket, step)
+    at = start * bits // 8
+    pack(codes, bits, data[at : at + p.size * bits // 8])
+    if feeds:
+        _subtract(p, chosen, step)
+    return True
 
 
 @inline
@@ -251,91 +127,42 @@ def _accumulate(codes: Codes, values: Floats, out: Floats) -> None:
         out[j] += values[codes[j]]
 
 
-@inline
-def _decode_vector(
-    data: Bytes,
-    bucket_size: int,
-    bits: int,
-    levels: Floats,
-    out: Floats,
-    accumulate: bool,
-    streams: bool,
-    ranks: np.float32,
-    first: int,
-    last: int,
-    codes: Codes,
-    values: Floats,
-    beside: Floats,
+@inline_always
+def _decode_bucket(
+    data: Bytes, layout: Layout, start: int, bucket: int, adds: int, out: Floats, own: Own
 ) -> None:
-    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
-    levels, values = borrow(levels), borrow(values)
-    size = out.size
-    rest = size - size // bucket_size * bucket_size
-    codes_end = (size - rest + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
-    scales = (codes_end + 3) // 4 * 4
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, size)
-        length = bucket_size if stop - start == bucket_size else bucket_length(stop - start)
-        at = bucket * bucket_size * bits // 8
-        unpack(data[at : at + length * bits // 8], bits, codes[:length])
-        step = load_scale(data, scales + 4 * bucket)
-        for k in range(levels.size):
-            values[k] = levels[k] * step
-            values[levels.size + k] = -values[k]
-        if accumulate:
-            _accumulate(codes[: stop - start], values, out[start:stop])
-        elif streams:
-            _write(codes[: stop - start], values, beside[: stop - start])
-            stream(out[start:stop], beside)
-        else:
-            _write(codes[: stop - start], values, out[start:stop])
-        if ranks > ZERO and not streams:
-            finish(out[start:stop], ranks)
-    if streams:
-        finish_streams()
+    bits, levels, codes, values = own
+    length, at = bucket_length(out.size), start * bits // 8
+    unpack(data[at : at + length * bits // 8], bits, codes[:length])
+    step = load_scale(data, layout[1] + 4 * bucket)
+    for k in range(levels.size):
+        values[k] = levels[k] * step
+        values[levels.size + k] = -values[k]
+    if adds:
+        _accumulate(codes[: out.size], values, out)
+    else:
+        _write(codes[: out.size], values, out)
 
 
-@kernel(
-    "void(table, table, i64, int64, int64, f32, boolean, boolean, boolean, int64, int64, u8, f32, f32)",
-)
-def _decode(
-    rows: Longs,
-    payloads: Longs,
-    ends: Longs,
-    bucket_size: int,
-    bits: int,
-    levels: Floats,
-    accumulate: bool,
-    streams: bool,
-    finishes: bool,
-    first: int,
-    last: int,
-    codes: Codes,
-    values: Floats,
-    beside: Floats,
-) -> None:
-    codes, values, beside, levels = borrow(codes), borrow(values), borrow(beside), borrow(levels)
-    ranks = payloads.shape[1]
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        for rank in range(ranks):
-            data, out = output_vectors(rows, payloads, vector, rank)
-            divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
-            _decode_vector(
-                data,
-                bucket_size,
-                bits,
-                levels,
-                out,
-                accumulate or rank > 0,
-                streams,
-                divisor,
-                start,
-                stop,
-                codes,
-                values,
-                beside,
-            )
-        first += stop - start
+_encode = encoder("encode_lloyd_max", "(int64, f32, f32, u8)", _layout, _encode_bucket, pads=True)
+_decode = decoder("decode_lloyd_max", "(int64, f32, u8, f32)", _layout, _decode_bucket)
+
+
+def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
+    """Return a function that compresses vectors to the levels for this many bits."""
+    levels, thresholds = (np.asarray(table[bits], dtype=np.float32) for table in (LEVELS, THRESHOLDS))
+
+    def own() -> Own:
+        return bits, levels, thresholds, empty_codes(bucket_size, bits)
+
+    return encode_run(_encode, bucket_size, own, scratch=2 * bucket_size)
+
+
+def decode_lloyd_max(bits: int, bucket_size: int) -> DecodeRun:
+    """Return a function that decompresses payloads of levels of this many bits."""
+    levels = np.asarray(LEVELS[bits], dtype=np.float32)
+
+    def own() -> Own:
+        return bits, levels, empty_codes(bucket_size, bits), np.empty(2 * levels.size, dtype=np.float32)
+
+    return decode_run(_decode, bucket_size, own)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, inline
+from qcomp.backends.numba_cpu.primitives import bucket_length
 
-__all__ = ["empty_codes", "pack", "unpack"]
+__all__ = ["codes_and_scales", "empty_codes", "pack", "unpack"]
 
 B = np.uint8
 
@@ -14,6 +15,15 @@ B = np.uint8
 def empty_codes(count: int, bits: int) -> Codes:
     """Return a buffer for codes of this many bits, with one or two bytes per code."""
     return np.empty(count, dtype=np.uint8) if bits <= 8 else np.empty(count, dtype=np.uint16)
+
+
+@inline
+def codes_and_scales(size: int, held: int, length: int, bits: int) -> tuple[int, int]:
+    """Return where a payload's codes end and its scales begin, if ``held`` elements fill a bucket of ``length``."""
+    full = size // held
+    rest = size - full * held
+    codes_end = (full * length + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
+    return codes_end, (codes_end + 3) // 4 * 4
 
 
 @inline

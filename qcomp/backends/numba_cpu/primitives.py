@@ -24,6 +24,7 @@ __all__ = [
     "TOO_LARGE",
     "ZERO",
     "F",
+    "Source",
     "U",
     "as_bits",
     "as_float",
@@ -62,6 +63,9 @@ ROUND_BITS = np.int32(0x4B400000)
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
 """The buffer of an encoder's new residual: none, the old residual's, a new one, or the buffer of x."""
+
+Source = tuple[Floats, Floats, Floats, int, Floats, np.float32, np.float32]
+"""What an encoder reads: x, the old and the new residual, the buffer of the new one, and a momentum m, keep and new."""
 
 
 @inline
@@ -107,24 +111,13 @@ def bucket_length(count: int) -> int:
 
 
 @inline
-def load(
-    x: Floats,
-    residual: Floats,
-    out: Floats,
-    mode: int,
-    m: Floats,
-    keep: np.float32,
-    new: np.float32,
-    start: int,
-    stop: int,
-    length: int,
-    beside: Floats,
-) -> Floats:
+def load(source: Source, start: int, stop: int, length: int, beside: Floats) -> Floats:
     """Return p = flush(flush(x) + residual) of the elements from start to stop, padded with zeros to a length.
 
     p is stored where the new residual will be; without a residual or with padding, it is in the scratch ``beside``. If
     m is not empty, keep * m + new * x takes the place of x.
     """
+    x, residual, out, mode, m, keep, new = source
     filled = stop - start
     if m.size > 0:
         p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]

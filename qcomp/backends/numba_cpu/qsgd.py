@@ -199,6 +199,7 @@ def _encode_vector(
 ) -> int:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m, codes = borrow(m), borrow(codes)
+    source = x, residual, out, mode, m, keep, new
     size = x.size
     full = size // held
     rest = size - full * held
@@ -226,7 +227,7 @@ def _encode_vector(
         else:
             spread(words, buckets, width, draws)
         stop = start + filled * buckets
-        values = load(x, residual, out, mode, m, keep, new, start, stop, length * buckets, beside)
+        values = load(source, start, stop, length * buckets, beside)
         for i in range(buckets):
             a, b = i * length, (i + 1) * length
             p = values[a:b]

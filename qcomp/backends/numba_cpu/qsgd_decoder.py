@@ -7,51 +7,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun
-from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Longs, borrow, inline, kernel
-from qcomp.backends.numba_cpu.packing import empty_codes, unpack
+from qcomp.backends.numba_cpu.codec import DecodeRun, decode_run
+from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder
+from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, inline, inline_always
+from qcomp.backends.numba_cpu.packing import codes_and_scales, empty_codes, unpack
 from qcomp.backends.numba_cpu.primitives import (
+    ZERO,
     F,
     U,
     as_bits,
     as_float,
     bucket_length,
-    finish,
     flush,
     load_scale,
 )
-from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, output_vectors, run_of
 
 __all__ = ["decode_qsgd", "scaled"]
-
-
-def decode_qsgd(
-    levels: int, bucket_size: int, *, factor: float | None = None, held: int | None = None
-) -> DecodeRun:
-    """Return a function that decompresses payloads of levels and steps; see `encode_qsgd`."""
-    bits, filled = levels.bit_length() + 1, held or bucket_size
-    kernel = _decode if bits <= 8 else _decode_wide
-
-    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
-        codes = empty_codes(bucket_size, bits)
-        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        kernel(
-            *vectors,
-            bucket_size,
-            filled,
-            bits,
-            accumulate,
-            streams,
-            finish,
-            first,
-            last,
-            codes,
-            beside,
-            F(factor or 0),
-        )
-
-    return run
 
 
 @inline
@@ -93,101 +64,50 @@ def _accumulate_scaled(
 
 
 @inline
-def _decode_vector(
+def _layout(size: int, held: int, own: Own) -> Layout:
+    return codes_and_scales(size, held, own[0], own[2])
+
+
+@inline_always
+def _decode_bucket(
     data: Bytes,
-    bucket_size: int,
-    held: int,
-    bits: int,
+    layout: Layout,
+    start: int,  # noqa: ARG001
+    bucket: int,
+    adds: int,
     out: Floats,
-    accumulate: bool,
-    streams: bool,
-    ranks: np.float32,
-    first: int,
-    last: int,
-    codes: Codes,
-    beside: Floats,
-    factor: np.float32,
+    own: Own,
 ) -> None:
-    data, out, codes, beside = borrow(data), borrow(out), borrow(codes), borrow(beside)
-    full = out.size // held
-    rest = out.size - full * held
-    codes_end = (full * bucket_size + (bucket_length(rest) if rest > 0 else 0)) * bits // 8
-    scales = (codes_end + 3) // 4 * 4
+    bucket_size, held, bits, factor, codes = own
     sign = U(1 << (bits - 1))
-    for bucket in range(first, last):
-        start = bucket * held
-        stop = min(start + held, out.size)
-        length = bucket_size if stop - start == held else bucket_length(stop - start)
-        at = bucket * bucket_size * bits // 8
-        unpack(data[at : at + length * bits // 8], bits, codes[:length])
-        step = load_scale(data, scales + 4 * bucket)
-        part, values = codes[: stop - start], out[start:stop]
-        if streams:
-            values = beside[: stop - start]
-        if factor == F(0):  # not scaled; unlike 0, a factor that rounds to 1 still clears a bit
-            if accumulate:
-                _accumulate(part, sign, step, values)
-            else:
-                _write(part, sign, step, values)
-        elif accumulate:
-            _accumulate_scaled(part, sign, step, values, factor)
+    length = bucket_size if out.size == held else bucket_length(out.size)
+    at = bucket * bucket_size * bits // 8
+    unpack(data[at : at + length * bits // 8], bits, codes[:length])
+    step = load_scale(data, layout[1] + 4 * bucket)
+    part = codes[: out.size]
+    if factor == ZERO:  # not scaled; unlike 0, a factor that rounds to 1 still clears a bit
+        if adds:
+            _accumulate(part, sign, step, out)
         else:
-            _write_scaled(part, sign, step, values, factor)
-        if streams:
-            stream(out[start:stop], beside)
-        elif ranks > F(0):
-            finish(values, ranks)
-    if streams:
-        finish_streams()
-
-
-def _decode_vectors(
-    rows: Longs,
-    payloads: Longs,
-    ends: Longs,
-    bucket_size: int,
-    held: int,
-    bits: int,
-    accumulate: bool,
-    streams: bool,
-    finishes: bool,
-    first: int,
-    last: int,
-    codes: Codes,
-    beside: Floats,
-    factor: np.float32,
-) -> None:
-    codes, beside = borrow(codes), borrow(beside)
-    ranks = payloads.shape[1]
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        for rank in range(ranks):
-            data, out = output_vectors(rows, payloads, vector, rank)
-            divisor = F(ranks) if finishes and rank == ranks - 1 else F(0)
-            _decode_vector(
-                data,
-                bucket_size,
-                held,
-                bits,
-                out,
-                accumulate or rank > 0,
-                streams,
-                divisor,
-                start,
-                stop,
-                codes,
-                beside,
-                factor,
-            )
-        first += stop - start
+            _write(part, sign, step, out)
+    elif adds:
+        _accumulate_scaled(part, sign, step, out, factor)
+    else:
+        _write_scaled(part, sign, step, out, factor)
 
 
 _decode, _decode_wide = (
-    kernel(
-        "void(table, table, i64, int64, int64, int64, boolean, boolean, boolean, "
-        f"int64, int64, {codes}, f32, float32)"
-    )(_decode_vectors)
-    for codes in ("u8", "u16")
+    decoder(name, f"(int64, int64, int64, float32, {codes})", _layout, _decode_bucket)
+    for name, codes in (("decode_qsgd", "u8"), ("decode_qsgd_wide", "u16"))
 )
 """For codes of up to 8 bits and of up to 16."""
+
+
+def decode_qsgd(
+    levels: int, bucket_size: int, *, factor: float | None = None, held: int | None = None
+) -> DecodeRun:
+    """Return a function that decompresses payloads of levels and steps; see `encode_qsgd`."""
+    bits, filled = levels.bit_length() + 1, held or bucket_size
+    settings = bucket_size, filled, bits, F(factor or 0)
+    kernel = _decode if bits <= 8 else _decode_wide
+    return decode_run(kernel, filled, lambda: (*settings, empty_codes(bucket_size, bits)))

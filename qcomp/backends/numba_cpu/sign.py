@@ -15,67 +15,27 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import (
-    DecodeRun,
-    EncodeRun,
-    Weights,
-)
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
+from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
+from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline, inline_always
+from qcomp.backends.numba_cpu.packing import codes_and_scales
 from qcomp.backends.numba_cpu.primitives import (
-    NO_RESIDUAL,
     SIGN,
-    ZERO,
     F,
     U,
     as_bits,
     as_float,
     bucket_length,
-    finish,
     flush,
     largest_bits,
-    load,
     load_scale,
     scaled_squares,
     store_scale,
     too_large,
     tree_sum,
 )
-from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 
 __all__ = ["decode_sign", "encode_sign"]
-
-
-def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
-    """Return a function that compresses vectors to signs and scales."""
-
-    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        scratch = np.empty(2 * bucket_size, dtype=np.float32)
-        failed: int = _encode(
-            vectors.rows, vectors.ends, mode, *weights, bucket_size, scale == "rms", first, last, scratch
-        )
-        return failed
-
-    return run
-
-
-def decode_sign(bucket_size: int) -> DecodeRun:
-    """Return a function that decompresses payloads of signs and scales."""
-
-    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
-        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(
-            *vectors,
-            bucket_size,
-            accumulate,
-            streams,
-            finish,
-            first,
-            last,
-            beside,
-        )
-
-    return run
 
 
 @inline
@@ -120,84 +80,41 @@ def _subtract(p: Floats, scale: np.float32) -> None:
 
 
 @inline
-def _encode_vector(
-    x: Floats,
-    residual: Floats,
-    out: Floats,
-    mode: int,
-    m: Floats,
-    keep: np.float32,
-    new: np.float32,
-    bucket_size: int,
-    rms: bool,
-    first: int,
-    last: int,
+def _layout(size: int, bucket_size: int, own: Own) -> Layout:  # noqa: ARG001
+    return codes_and_scales(size, bucket_size, bucket_size, 1)
+
+
+@inline_always
+def _encode_bucket(
+    p: Floats,
+    filled: int,
+    start: int,
+    bucket: int,
     data: Bytes,
+    layout: Layout,
+    feeds: bool,
+    own: Own,
     scratch: Floats,
-) -> int:
-    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m = borrow(m)
-    size = x.size
-    count = (size + bucket_size - 1) // bucket_size
-    rest = size - size // bucket_size * bucket_size
-    codes_end = (size - rest) // 8 + (bucket_length(rest) // 8 if rest > 0 else 0)
-    scales = (codes_end + 3) // 4 * 4
-    beside, sums = scratch[:bucket_size], scratch[bucket_size:]
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, size)
-        filled = stop - start
-        length = bucket_size if filled == bucket_size else bucket_length(filled)
-        p = load(x, residual, out, mode, m, keep, new, start, stop, length, beside)
-        width = length // 8
-        _signs_and_sums(p, data[start // 8 : start // 8 + width], sums[:width])
-        if rms:
-            largest = largest_bits(p)
-            if too_large(largest):
-                return bucket
-            total, power = scaled_squares(p, largest, sums[: length // 2])
-            scale = flush(F(math.sqrt(total / F(filled))) * power)
-        else:
-            # No magnitude exceeds the sum, so the elements are checked only if the sum is too large.
-            total = tree_sum(sums[:width])
-            if too_large(as_bits(total)) and too_large(largest_bits(p)):
-                return bucket
-            scale = flush(total / F(filled))
-        store_scale(data, scales + 4 * bucket, scale)
-        if mode != NO_RESIDUAL:
-            _subtract(p, scale)
-            if filled < length:
-                out[start:stop] = p[:filled]
-    if last == count:
-        data[codes_end:scales] = np.uint8(0)
-    return -1
-
-
-@kernel("int64(table, i64, int64, float32, float32, int64, boolean, int64, int64, f32)")
-def _encode(
-    rows: Longs,
-    ends: Longs,
-    mode: int,
-    keep: np.float32,
-    new: np.float32,
-    bucket_size: int,
-    rms: bool,
-    first: int,
-    last: int,
-    scratch: Floats,
-) -> int:
-    scratch = borrow(scratch)
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        x, residual, out, m, data = input_vectors(rows, vector)
-        failed = _encode_vector(
-            x, residual, out, mode, m, keep, new, bucket_size, rms, start, stop, data, scratch
-        )
-        if failed >= 0:
-            return first - start + failed
-        first += stop - start
-    return -1
+) -> bool:
+    (rms,) = own
+    width = p.size // 8
+    _signs_and_sums(p, data[start // 8 : start // 8 + width], scratch[:width])
+    if rms:
+        largest = largest_bits(p)
+        if too_large(largest):
+            return False
+        total, power = scaled_squares(p, largest, scratch[: p.size // 2])
+        scale = flush(F(math.sqrt(total / F(filled))) * power)
+    else:
+        # No magnitude exceeds the sum, so the elements are checked only if the sum is too large.
+        total = tree_sum(scratch[:width])
+        if too_large(as_bits(total)) and too_large(largest_bits(p)):
+            return False
+        scale = flush(total / F(filled))
+    store_scale(data, layout[1] + 4 * bucket, scale)
+    if feeds:
+        _subtract(p, scale)
+    return True
 
 
 # Choosing between two values uses every lane of a vector; numba would shift bytes in 64 bits.
@@ -217,68 +134,38 @@ def _accumulate(codes: Bytes, bit: np.uint8, scale: np.float32, out: Floats) -> 
         out[j] += negative if codes[j] & bit else scale
 
 
-@inline
-def _decode_vector(
+@inline_always
+def _decode_bucket(
     data: Bytes,
-    bucket_size: int,
+    layout: Layout,
+    start: int,
+    bucket: int,
+    adds: int,
     out: Floats,
-    accumulate: bool,
-    streams: bool,
-    ranks: np.float32,
-    first: int,
-    last: int,
-    beside: Floats,
+    own: Own,  # noqa: ARG001
 ) -> None:
-    data, out, beside = borrow(data), borrow(out), borrow(beside)
-    size = out.size
-    rest = size - size // bucket_size * bucket_size
-    codes_end = (size - rest) // 8 + (bucket_length(rest) // 8 if rest > 0 else 0)
-    scales = (codes_end + 3) // 4 * 4
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, out.size)
-        width = min(bucket_size, bucket_length(stop - start)) // 8
-        codes = data[start // 8 : start // 8 + width]
-        scale = load_scale(data, scales + 4 * bucket)
-        for plane in range(8):
-            a, bit = start + plane * width, np.uint8(1 << plane)
-            values = out[min(a, stop) : min(a + width, stop)]
-            if accumulate:
-                _accumulate(codes, bit, scale, values)
-            elif streams:
-                _write(codes, bit, scale, beside[plane * width : (plane + 1) * width])
-            else:
-                _write(codes, bit, scale, values)
-        if streams:
-            stream(out[start:stop], beside)
-        elif ranks > ZERO:
-            finish(out[start:stop], ranks)
-    if streams:
-        finish_streams()
+    width = bucket_length(out.size) // 8
+    codes = data[start // 8 : start // 8 + width]
+    scale = load_scale(data, layout[1] + 4 * bucket)
+    for plane in range(8):
+        a, bit = plane * width, np.uint8(1 << plane)
+        values = out[min(a, out.size) : min(a + width, out.size)]
+        if adds:
+            _accumulate(codes, bit, scale, values)
+        else:
+            _write(codes, bit, scale, values)
 
 
-@kernel("void(table, table, i64, int64, boolean, boolean, boolean, int64, int64, f32)")
-def _decode(
-    rows: Longs,
-    payloads: Longs,
-    ends: Longs,
-    bucket_size: int,
-    accumulate: bool,
-    streams: bool,
-    finishes: bool,
-    first: int,
-    last: int,
-    beside: Floats,
-) -> None:
-    beside = borrow(beside)
-    ranks = payloads.shape[1]
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        for rank in range(ranks):
-            data, out = output_vectors(rows, payloads, vector, rank)
-            divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
-            _decode_vector(
-                data, bucket_size, out, accumulate or rank > 0, streams, divisor, start, stop, beside
-            )
-        first += stop - start
+_encode = encoder("encode_sign", "(boolean,)", _layout, _encode_bucket, pads=True)
+_decode = decoder("decode_sign", "()", _layout, _decode_bucket)
+
+
+def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
+    """Return a function that compresses vectors to signs and scales."""
+    own = (scale == "rms",)
+    return encode_run(_encode, bucket_size, lambda: own, scratch=bucket_size)
+
+
+def decode_sign(bucket_size: int) -> DecodeRun:
+    """Return a function that decompresses payloads of signs and scales."""
+    return decode_run(_decode, bucket_size)

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, Weights
+from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
 from qcomp.backends.numba_cpu.coding_range import as_int
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
+from qcomp.backends.numba_cpu.drivers import ADD, WRITE, Layout, Own, decoder, encoder
+from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, inline_always
 from qcomp.backends.numba_cpu.primitives import (
     MAGNITUDE,
     SIGN,
@@ -25,17 +26,13 @@ from qcomp.backends.numba_cpu.primitives import (
     as_bits,
     as_float,
     bucket_length,
-    finish,
     flush,
     largest_bits,
-    load,
     load_scale,
     store_scale,
     too_large,
     tree_sum,
 )
-from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressors.kept_values import DROPPED_BITS
 
@@ -49,49 +46,6 @@ EIGHTH = 1 << 20
 """An eighth of an octave, in the bits of a float32."""
 HALF = U(1 << DROPPED_BITS - 1)
 KEPT_BITS = U(0xFFFFFFFF << DROPPED_BITS & 0xFFFFFFFF)
-
-
-def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
-    """Return a function that compresses vectors to their largest elements."""
-    width = _width(bucket_size, value_bits)
-    room = bucket_length(k)
-
-    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        scratch = np.empty(bucket_size + 2 * room, dtype=np.float32)
-        found = np.empty(2 * bucket_size + 1, dtype=np.int64)
-        failed: int = _encode(
-            vectors.rows,
-            vectors.ends,
-            mode,
-            *weights,
-            bucket_size,
-            k,
-            value_bits,
-            width,
-            first,
-            last,
-            scratch,
-            found,
-        )
-        return failed
-
-    return run
-
-
-def decode_topk(k: int, bucket_size: int, value_bits: int) -> DecodeRun:
-    """Return a function that decompresses payloads of largest elements."""
-    width = _width(bucket_size, value_bits)
-
-    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
-        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        _decode(*vectors, bucket_size, k, value_bits, width, accumulate, streams, finish, first, last, beside)
-
-    return run
-
-
-def _width(bucket_size: int, value_bits: int) -> int:
-    """Return the bytes of an entry."""
-    return bytes_below(bucket_size << (0 if value_bits == EXACT else value_bits))
 
 
 @inline
@@ -254,126 +208,62 @@ def _rounded(level: int, negative: bool, lowest: np.float32, step: np.float32) -
 
 
 @inline
-def _entries_of(size: int, bucket_size: int, k: int) -> int:
+def _layout(size: int, bucket_size: int, own: Own) -> Layout:
+    """Return the end of the entries, the start of the numbers, and how many entries and buckets there are."""
+    k, width = own[0], own[2]
     full = size // bucket_size
-    return full * k + min(size - full * bucket_size, k)
+    rest = size - full * bucket_size
+    entries = full * k + min(rest, k)
+    return width * entries, (width * entries + 3) // 4 * 4, entries, full + int(rest > 0)
 
 
-@inline
-def _encode_vector(
-    x: Floats,
-    residual: Floats,
-    out: Floats,
-    mode: int,
-    m: Floats,
-    keep: np.float32,
-    new: np.float32,
-    bucket_size: int,
-    k: int,
-    value_bits: int,
-    width: int,
-    first: int,
-    last: int,
+@inline_always
+def _encode_bucket(
+    p: Floats,
+    filled: int,
+    start: int,  # noqa: ARG001
+    bucket: int,
     data: Bytes,
+    layout: Layout,
+    feeds: bool,  # noqa: ARG001
+    own: Own,
     scratch: Floats,
-    found: Longs,
-) -> int:
-    x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
-    m, found = borrow(m), borrow(found)
-    size = x.size
-    count = (size + bucket_size - 1) // bucket_size
-    entries = _entries_of(size, bucket_size, k)
-    numbers = (width * entries + 3) // 4 * 4
-    room = (scratch.size - bucket_size) // 2
-    guess = -1
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, size)
-        # No padding, which must not be chosen.
-        p = load(x, residual, out, mode, m, keep, new, start, stop, stop - start, scratch[:bucket_size])
-        top = largest_bits(p)
-        if too_large(top):
-            return bucket
-        most = min(k, stop - start)
-        if guess < 0:
-            guess = as_int(top) - 4 * EIGHTH
-        kept, guess = _select(p, most, as_int(top), guess, value_bits == EXACT, found)
-        at = bucket * k
-        if value_bits == EXACT:
-            for i in range(kept):
-                index = found[i]
-                _store(data, index, at + i, entries, width)
-                store_scale(data, numbers + 4 * (at + i), p[index])
-                p[index] = ZERO
-            continue
-        length = 1
-        while length < most:
-            length *= 2
-        magnitudes = scratch[bucket_size : bucket_size + length]
-        magnitudes[kept:] = ZERO
-        for i in range(kept):
-            magnitudes[i] = abs(p[found[i]])
-        lowest, step = _scales(
-            magnitudes, scratch[bucket_size + room : bucket_size + room + length], value_bits
-        )
+) -> bool:
+    k, value_bits, width, found = own
+    _, numbers, entries, buckets = layout
+    top = largest_bits(p)
+    if too_large(top):
+        return False
+    most = min(k, filled)
+    guess = found[-1] if found[-1] >= 0 else as_int(top) - 4 * EIGHTH
+    kept, found[-1] = _select(p, most, as_int(top), guess, value_bits == EXACT, found)
+    at = bucket * k
+    if value_bits == EXACT:
         for i in range(kept):
             index = found[i]
-            level, negative = _level(magnitudes[i], lowest, step, value_bits), p[index] < ZERO
-            entry = (index << 1 | negative) << value_bits - 1 | level
-            _store(data, entry, at + i, entries, width)
-            p[index] = flush(p[index] - _rounded(level, negative, lowest, step))
-        for i in range(kept, most):
-            _store(data, 0, at + i, entries, width)
-        store_scale(data, numbers + 4 * bucket, lowest)
-        store_scale(data, numbers + 4 * (count + bucket), step)
-    if last == count:
-        data[width * entries : numbers] = np.uint8(0)
-    return -1
-
-
-@kernel("int64(table, i64, int64, float32, float32, int64, int64, int64, int64, int64, int64, f32, i64)")
-def _encode(
-    rows: Longs,
-    ends: Longs,
-    mode: int,
-    keep: np.float32,
-    new: np.float32,
-    bucket_size: int,
-    k: int,
-    value_bits: int,
-    width: int,
-    first: int,
-    last: int,
-    scratch: Floats,
-    found: Longs,
-) -> int:
-    scratch, found = borrow(scratch), borrow(found)
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        x, residual, out, m, data = input_vectors(rows, vector)
-        failed = _encode_vector(
-            x,
-            residual,
-            out,
-            mode,
-            m,
-            keep,
-            new,
-            bucket_size,
-            k,
-            value_bits,
-            width,
-            start,
-            stop,
-            data,
-            scratch,
-            found,
-        )
-        if failed >= 0:
-            return first - start + failed
-        first += stop - start
-    return -1
+            _store(data, index, at + i, entries, width)
+            store_scale(data, numbers + 4 * (at + i), p[index])
+            p[index] = ZERO
+        return True
+    length = 1
+    while length < most:
+        length *= 2
+    magnitudes = scratch[:length]
+    magnitudes[kept:] = ZERO
+    for i in range(kept):
+        magnitudes[i] = abs(p[found[i]])
+    lowest, step = _scales(magnitudes, scratch[length : 2 * length], value_bits)
+    for i in range(kept):
+        index = found[i]
+        level, negative = _level(magnitudes[i], lowest, step, value_bits), p[index] < ZERO
+        entry = (index << 1 | negative) << value_bits - 1 | level
+        _store(data, entry, at + i, entries, width)
+        p[index] = flush(p[index] - _rounded(level, negative, lowest, step))
+    for i in range(kept, most):
+        _store(data, 0, at + i, entries, width)
+    store_scale(data, numbers + 4 * bucket, lowest)
+    store_scale(data, numbers + 4 * (buckets + bucket), step)
+    return True
 
 
 @inline
@@ -392,20 +282,22 @@ def _add_zero(out: Floats) -> None:
             out[i] += ZERO
 
 
-@inline
+@inline_always
 def _decode_bucket(
     data: Bytes,
+    layout: Layout,
+    start: int,  # noqa: ARG001
     bucket: int,
-    entries: int,
-    numbers: int,
-    buckets: int,
-    k: int,
-    value_bits: int,
-    width: int,
-    accumulate: bool,
+    adds: int,
     out: Floats,
+    own: Own,
 ) -> None:
-    """Decompress a bucket into ``out``, or add it to ``out``."""
+    k, value_bits, width = own
+    _, numbers, entries, buckets = layout
+    if adds == WRITE:
+        out[:] = ZERO
+    elif adds == ADD:
+        _add_zero(out)
     lowest, step = ZERO, ZERO
     if value_bits != EXACT:
         lowest = load_scale(data, numbers + 4 * bucket)
@@ -424,83 +316,31 @@ def _decode_bucket(
             if nothing:
                 continue
         if index < out.size:  # else the payload is damaged
-            out[index] = out[index] + value if accumulate else value
+            out[index] = out[index] + value if adds else value
 
 
-@inline
-def _decode_vector(
-    data: Bytes,
-    bucket_size: int,
-    k: int,
-    value_bits: int,
-    width: int,
-    out: Floats,
-    accumulate: bool,
-    foreign: bool,
-    streams: bool,
-    ranks: np.float32,
-    first: int,
-    last: int,
-    beside: Floats,
-) -> None:
-    data, out, beside = borrow(data), borrow(out), borrow(beside)
-    count = (out.size + bucket_size - 1) // bucket_size
-    entries = _entries_of(out.size, bucket_size, k)
-    numbers = (width * entries + 3) // 4 * 4
-    for bucket in range(first, last):
-        start = bucket * bucket_size
-        stop = min(start + bucket_size, out.size)
-        target = beside[: stop - start] if streams else out[start:stop]
-        if not accumulate:
-            target[:] = ZERO
-        elif foreign:
-            _add_zero(target)
-        _decode_bucket(data, bucket, entries, numbers, count, k, value_bits, width, accumulate, target)
-        if streams:
-            stream(out[start:stop], target)
-        if ranks > ZERO:
-            finish(out[start:stop], ranks)
-    if streams:
-        finish_streams()
+_encode = encoder("encode_topk", "(int64, int64, int64, i64)", _layout, _encode_bucket, pads=False)
+_decode = decoder("decode_topk", "(int64, int64, int64)", _layout, _decode_bucket)
 
 
-@kernel("void(table, table, i64, int64, int64, int64, int64, boolean, boolean, boolean, int64, int64, f32)")
-def _decode(
-    rows: Longs,
-    payloads: Longs,
-    ends: Longs,
-    bucket_size: int,
-    k: int,
-    value_bits: int,
-    width: int,
-    accumulate: bool,
-    streams: bool,
-    finishes: bool,
-    first: int,
-    last: int,
-    beside: Floats,
-) -> None:
-    beside = borrow(beside)
-    ranks = payloads.shape[1]
-    vector = 0
-    while first < last:
-        vector, start, stop = run_of(ends, vector, first, last)
-        for rank in range(ranks):
-            data, out = output_vectors(rows, payloads, vector, rank)
-            divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
-            _decode_vector(
-                data,
-                bucket_size,
-                k,
-                value_bits,
-                width,
-                out,
-                accumulate or rank > 0,
-                accumulate and rank == 0,
-                streams,
-                divisor,
-                start,
-                stop,
-                beside,
-            )
-        first += stop - start
+def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
+    """Return a function that compresses vectors to their largest elements."""
+    width = _width(bucket_size, value_bits)
+
+    def own() -> Own:
+        found = np.empty(2 * bucket_size + 2, dtype=np.int64)
+        found[-1] = -1  # the guess: there is none yet
+        return k, value_bits, width, found
+
+    return encode_run(_encode, bucket_size, own, scratch=2 * bucket_length(k))
+
+
+def decode_topk(k: int, bucket_size: int, value_bits: int) -> DecodeRun:
+    """Return a function that decompresses payloads of largest elements."""
+    own = k, value_bits, _width(bucket_size, value_bits)
+    return decode_run(_decode, bucket_size, lambda: own)
+
+
+def _width(bucket_size: int, value_bits: int) -> int:
+    """Return the bytes of an entry."""
+    return bytes_below(bucket_size << (0 if value_bits == EXACT else value_bits))
