@@ -130,7 +130,7 @@ def setting_of_each(
 def require_betas(betas: tuple[float, float]) -> None:
     """Raise ValueError unless these are two numbers from 0 to below 1."""
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to below 1")
+        raise ValueError(f"betas is {betas!r:.200}; expected two numbers from 0 to below 1")
 
 
 def require_eps(eps: float) -> None:
