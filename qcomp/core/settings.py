@@ -29,9 +29,7 @@ def plain_numbers(settings: Any) -> None:
         if kind in _EXPECTED and not _fits(plain, kind):
             has_array = any(hasattr(x, "shape") for x in (plain if pair else [plain]))
             cure = ": take them out of their arrays with float()" if has_array else ""
-            is_long = isinstance(given, list | tuple) and len(given) > 9
-            shown = f"a {type(given).__name__} of {len(given)} entries" if is_long else f"{given!r:.200}"
-            raise TypeError(f"{field.name} is {shown}; expected {_EXPECTED[kind]}{cure}")
+            raise TypeError(f"{field.name} is {given!r:.200}; expected {_EXPECTED[kind]}{cure}")
         if plain is not given:
             object.__setattr__(settings, field.name, plain)
 

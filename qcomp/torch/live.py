@@ -193,7 +193,7 @@ def _out_of_arrays(value: Any) -> Any:
         return tuple(map(_out_of_arrays, value))
     if not hasattr(value, "reshape"):
         return value
-    numbers = value.reshape(-1).tolist()
+    numbers = value.reshape(-1)[:9].tolist()  # a damaged state may have more; no setting has
     return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
