@@ -13,7 +13,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.policies.exact_below import ExactPolicy, Tensor
 
-__all__ = ["LiveSettings", "compressors_of", "exact_of", "split_last_rate"]
+__all__ = ["LiveSettings", "compressors_of", "exact_of", "out_of_arrays", "split_last_rate"]
 
 OF_GROUPS = ("betas", "eps")
 """The settings, besides the rate and the decay, that may differ between groups."""
@@ -143,7 +143,7 @@ def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float,
     found = []
     for number, group in enumerate(groups):
         try:
-            found.append(float(_out_of_arrays(group[key])))
+            found.append(float(out_of_arrays(group[key])))
         except (KeyError, TypeError, ValueError, OverflowError):
             found.append(math.nan)
         if not 0 <= found[-1] < math.inf:
@@ -164,10 +164,10 @@ def _of_each(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[Any, ...]:
         if key not in group:
             raise ValueError(f"param_groups[{number}] lacks {key}; expected a value for each group")
     readers = [number for number, group in enumerate(groups) if _reads(group, key)] or range(len(groups))
-    first = _out_of_arrays(groups[readers[0]][key])
+    first = out_of_arrays(groups[readers[0]][key])
     found: list[Any] = [None] * len(groups)
     for number in readers:
-        value = _out_of_arrays(groups[number][key])
+        value = out_of_arrays(groups[number][key])
         if value is None:
             raise TypeError(f"param_groups[{number}] has {key}=None; expected a value")
         if value != first and key not in OF_GROUPS:
@@ -187,10 +187,10 @@ def _group(number: int, names: Sequence[str], settings: Sequence[Any]) -> Group:
         raise type(error)(f"param_groups[{number}]: {error}") from error
 
 
-def _out_of_arrays(value: Any) -> Any:
+def out_of_arrays(value: Any) -> Any:
     """Return the numbers in a tensor or list, which schedulers and scripts may write in the place of plain ones."""
     if isinstance(value, list | tuple):
-        return tuple(map(_out_of_arrays, value))
+        return tuple(map(out_of_arrays, value))
     if not hasattr(value, "reshape"):
         return value
     numbers = value.reshape(-1)[:9].tolist()  # a damaged state may have more; no setting has

@@ -22,7 +22,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 from qcomp.private_names.torch import ScaledStep, hooks_of_loading, hooks_of_saving
-from qcomp.torch.live import LiveSettings, split_last_rate
+from qcomp.torch.live import LiveSettings, out_of_arrays, split_last_rate
 from qcomp.torch.saved import (
     OfRank,
     flattened,
@@ -301,7 +301,9 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
             if not is_list and own is None and [size for _, size in places] == [here[1]]:
                 own = found[0]
             several = is_list or own is None or own.bucketed != (self._overlapped is not None)
-            text = json.dumps([groups, several], default=lambda x: getattr(x, "tolist", lambda: None)())
+            text = json.dumps(
+                [groups, several], default=lambda x: out_of_arrays(x) if hasattr(x, "reshape") else None
+            )
         except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
         self._agree(problem, doing="load_state_dict", what="load its state")
