@@ -79,4 +79,4 @@ def _signature(value: Any) -> str:
     signature = inspect.signature(value)
     untyped = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
     plain = signature.replace(parameters=untyped, return_annotation=signature.empty)
-    return re.sub(r" at 0x[0-9a-f]+", "", str(plain))
+    return re.sub(r" at 0x[0-9a-f]+| from '[^']*'", "", str(plain))
