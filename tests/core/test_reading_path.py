@@ -64,7 +64,10 @@ def test_a_gradient_takes_the_way_that_the_tour_describes(compressed_step):
 @pytest.mark.parametrize("compressed_step", ["numba"], indirect=True)
 def test_with_kernels_it_takes_the_other_way_that_the_tour_describes(compressed_step):
     without = {module for module, _ in PURE}
-    assert [module for module in compressed_step if module not in without] == [module for module, _ in NUMBA]
+    # Only compiled functions of drivers.py run, of which numba tells profilers before Python 3.12.
+    kept_out = {*without, "backends/numba_cpu/drivers.py"}
+    listed = [module for module, _ in NUMBA if module not in kept_out]
+    assert [module for module in compressed_step if module not in kept_out] == listed
     left_out = re.compile("core/(compress|payload|numeric/(?!arrays|random))")
     assert without - {*compressed_step} == {module for module in without if left_out.match(module)}
 
