@@ -199,9 +199,8 @@ def encode(
     else:
         refused = out_of_range(values, limit)
         accepted = refused == 0
-        if not is_traced(
-            values
-        ):  # refused values are meaningless, but all that follows must process them: so use zeros
+        # Refused values are meaningless, but all that follows must process them: so it gets zeros.
+        if not is_traced(values):
             values = xp.where(accepted, values, xp.zeros_like(values))
             compensated = xp.reshape(values, compensated.shape)
     spec = compressor.payload_spec(values.shape[0], dtype_name(values.dtype))

@@ -151,7 +151,7 @@ class OnTrees(ABC, Generic[Loaded]):
         """What is started."""
 
     def _of_tree(self, tree: Tree, loaded: Any) -> Loaded:  # noqa: ARG002
-        """Return what the replica has loaded from the arrays of a tree."""
+        """Return what the replica has loaded, with the parameters as a tree."""
         found: Loaded = loaded
         return found
 
@@ -177,9 +177,9 @@ class OnTrees(ABC, Generic[Loaded]):
         strict: bool = True,
         lost: Literal["raise", "drop"] = "raise",
     ) -> Loaded:
-        """Return the state saved by `state_dict`; see `Optimizer.load_state_dict`.
+        """Return the state saved by `state_dict`, and for an outer loop the parameters before it.
 
-        That of an outer loop returns the parameters too.
+        See `Optimizer.load_state_dict`.
 
         Parameters
         ----------

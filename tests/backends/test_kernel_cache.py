@@ -1,8 +1,11 @@
 """Compiled kernels are cached only where nobody else can write, because loading one runs its code."""
 
+import gc
+import importlib
 import importlib.util
 import logging
 import os
+import pkgutil
 import stat
 import subprocess
 import sys
@@ -10,6 +13,7 @@ import sys
 import numba
 import pytest
 
+from qcomp.backends import numba_cpu
 from qcomp.backends.numba_cpu import jit
 from qcomp.backends.private_folder import private_folder
 
@@ -24,6 +28,15 @@ def caches(tmp_path, monkeypatch):
     jit._folder.cache_clear()
     yield caches
     jit._folder.cache_clear()
+
+
+def test_no_two_kernels_have_one_place_in_the_cache():
+    """Otherwise one of them would run as the other, in the processes that read it from there."""
+    for module in pkgutil.iter_modules(numba_cpu.__path__, f"{numba_cpu.__name__}."):
+        importlib.import_module(module.name)
+    kernels = [each for each in gc.get_objects() if type(each) is jit.Kernel]
+    places = [(k.function.__name__, k.function.__code__, k.signature) for k in kernels]
+    assert len(places) == len(set(places)) > 40
 
 
 def mode_of(path):
