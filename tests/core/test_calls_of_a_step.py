@@ -12,6 +12,7 @@ import qcomp
 from qcomp.comm import run_local
 
 PACKAGE = str(Path(qcomp.__file__).parent)
+WIRE = run_local.__code__.co_filename  # how many it calls depends on which rank comes first
 
 
 def calls_of_a_step(kernels, tensors):
@@ -20,7 +21,8 @@ def calls_of_a_step(kernels, tensors):
     counts = Counter()
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and file != WIRE:
             counts[frame.f_code.co_qualname] += 1
 
     def rank_main(comm):
@@ -39,7 +41,7 @@ def calls_of_a_step(kernels, tensors):
     return counts.total()
 
 
-@pytest.mark.parametrize(("kernels", "most"), [("numba", 455), ("pure", 770)])
+@pytest.mark.parametrize(("kernels", "most"), [("numba", 430), ("pure", 742)])
 def test_a_step_of_one_tensor_makes_few_calls(kernels, most):
     assert most / 2 < calls_of_a_step(kernels, 1) <= most
 

@@ -31,7 +31,7 @@ def losses(params, tokens):
     )
 
 
-def trained(tx):
+def trained(tx, steps=STEPS):
     """Return the loss over all tokens after some steps, by frequency."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"embedding": (VOCABULARY, WIDTH), "hidden": (WIDTH, 2 * WIDTH), "head": (2 * WIDTH, VOCABULARY)}
@@ -55,10 +55,10 @@ def trained(tx):
         donate_argnums=(0, 1),
     )
     rng = np.random.default_rng(1)
-    for _ in range(STEPS):
-        params, state = step(
-            params, state, rng.choice(VOCABULARY, DEVICES * BATCH, p=WEIGHTS / WEIGHTS.sum())
-        )
+    for _ in range(steps):
+        tokens = rng.choice(VOCABULARY, DEVICES * BATCH, p=WEIGHTS / WEIGHTS.sum())
+        # several steps in flight can leave XLA without a thread for one device's part
+        params, state = jax.block_until_ready(step(params, state, tokens))
     every = losses(jax.device_get(params), np.arange(VOCABULARY))
     return float((every * WEIGHTS).sum() / WEIGHTS.sum())
 
