@@ -31,6 +31,9 @@ def measured() -> dict[str, list[float]]:
     makers = {
         "`pmean`, `optax.adam`": optax.chain(recipes.exact_mean(), optax.adam(recipes.RATE)),
         "`compressed(MinMaxUInt8())`, `optax.adam`": recipes.compressed(qcomp.MinMaxUInt8()),
+        "`compressed(QSGD(7, 128), feedback=False)`, `optax.adam`": recipes.compressed(
+            qcomp.QSGD(7, 128), feedback=False
+        ),
         "`compressed(QSGD(7, 128))`, `optax.adam`": recipes.compressed(qcomp.QSGD(7, 128)),
         "`onebit_adam`, frozen after 50 steps": qcomp.jax.optax.onebit_adam(
             recipes.RATE, 50, "data", b2=0.99, exact=None

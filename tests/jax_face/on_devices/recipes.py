@@ -63,9 +63,9 @@ def trained(tx, steps=STEPS):
     return float((every * WEIGHTS).sum() / WEIGHTS.sum())
 
 
-def compressed(compressor):
+def compressed(compressor, **settings):
     """Return Adam after a compressed mean."""
-    mean = qcomp.jax.optax.compressed(compressor, "data", exact=None)
+    mean = qcomp.jax.optax.compressed(compressor, "data", exact=None, **settings)
     return optax.chain(mean, optax.adam(RATE))
 
 
