@@ -202,11 +202,16 @@ assert content(model, optimizer.optimizer) == whole
 OF = {"transformers": TRAINER, "accelerate": ACCELERATE, "lightning": LIGHTNING, "fabric": FABRIC}
 
 
+END = """
+torch.distributed.destroy_process_group()  # without it, torch can abort at exit while its threads still run
+"""
+
+
 def run(ranks, code):
     """Run code under torchrun; a job that fails or takes too long fails the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     with subprocess.Popen(
-        [*command, "--no-python", sys.executable, "-c", code],
+        [*command, "--no-python", sys.executable, "-c", code + END],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,5 +1,7 @@
 """README's recipes for a mesh train as the exact mean does, on tokens of very different frequency."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ WEIGHTS = 1 / np.arange(1, VOCABULARY + 1)  # the law of Zipf
 SUCCESSOR = np.random.default_rng(3).permutation(VOCABULARY)
 
 
-def exact_mean():
+def exact_mean() -> optax.GradientTransformation:
     """Return the mean of the gradients of all devices."""
 
     def update(updates, state, params=None):
@@ -31,7 +33,7 @@ def losses(params, tokens):
     )
 
 
-def trained(tx, steps=STEPS):
+def trained(tx: optax.GradientTransformation, steps: int = STEPS) -> float:
     """Return the loss over all tokens after some steps, by frequency."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"embedding": (VOCABULARY, WIDTH), "hidden": (WIDTH, 2 * WIDTH), "head": (2 * WIDTH, VOCABULARY)}
@@ -63,7 +65,7 @@ def trained(tx, steps=STEPS):
     return float((every * WEIGHTS).sum() / WEIGHTS.sum())
 
 
-def compressed(compressor, **settings):
+def compressed(compressor: qcomp.Compressor, **settings: Any) -> optax.GradientTransformation:
     """Return Adam after a compressed mean."""
     mean = qcomp.jax.optax.compressed(compressor, "data", exact=None, **settings)
     return optax.chain(mean, optax.adam(RATE))
