@@ -29,6 +29,7 @@ from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.ef21 import EF21Mean
 from qcomp.core.mean.powersgd import PowerSGDMean
+from qcomp.core.mean.weights import weighted
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers import (
     EF21SGD,
@@ -133,6 +134,7 @@ __all__ = [
     "testing",
     "topologies",
     "torch",
+    "weighted",
 ]
 
 _SUBPACKAGES = (

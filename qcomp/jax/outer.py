@@ -74,7 +74,9 @@ class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
         tree = Tree.of_state(grads, "grads", state.names)
         return tree.whole(self.loop.average(tree.leaves, state, comm))
 
-    def step(self, params: PyTree, state: OptimizerState, comm: Transport) -> tuple[PyTree, OptimizerState]:
+    def step(
+        self, params: PyTree, state: OptimizerState, comm: Transport, *, weight: float | None = None
+    ) -> tuple[PyTree, OptimizerState]:
         """Count an inner step, and exchange where it is due; see `OuterLoop.step`.
 
         Parameters
@@ -85,9 +87,11 @@ class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
             From `init` or the last step.
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
+        weight : float, optional
+            As for `OuterLoop.step`.
         """
         tree = Tree.of_state(params, "params", state.names)
-        leaves, new_state = self.loop.step(tree.leaves, state, comm)
+        leaves, new_state = self.loop.step(tree.leaves, state, comm, weight=weight)
         return tree.whole(leaves), new_state
 
     def shared(self, params: PyTree, state: OptimizerState) -> PyTree:

@@ -249,7 +249,14 @@ class PytreeOptimizer(OnTrees[OptimizerState]):
         return self.optimizer
 
     def step(
-        self, params: PyTree, grads: PyTree, state: OptimizerState, comm: Transport, *, donate: bool = False
+        self,
+        params: PyTree,
+        grads: PyTree,
+        state: OptimizerState,
+        comm: Transport,
+        *,
+        donate: bool = False,
+        weight: float | None = None,
     ) -> tuple[PyTree, OptimizerState]:
         """Make one step; see `Optimizer.step`.
 
@@ -262,6 +269,8 @@ class PytreeOptimizer(OnTrees[OptimizerState]):
         comm : Communicator
             The one that `init` saw, or another of the same rank and size.
         donate : bool
+            As for `Optimizer.step`.
+        weight : float, optional
             As for `Optimizer.step`.
 
         Returns
@@ -283,7 +292,7 @@ class PytreeOptimizer(OnTrees[OptimizerState]):
                 "checks them and moves bytes: call step outside of jax.jit, or use qcomp.jax.optax inside"
             )
         leaves, new_state = self.optimizer.step(
-            tree.leaves, tree.like(grads, "grads"), state, comm, donate=donate
+            tree.leaves, tree.like(grads, "grads"), state, comm, donate=donate, weight=weight
         )
         return tree.whole(leaves), new_state
 
@@ -349,7 +358,13 @@ class PytreeMean:
         return PytreeMeanState(taken.names, self.mean.init(taken.leaves, comm))
 
     def __call__(
-        self, tree: PyTree, state: PytreeMeanState, comm: Transport, *, key: Key | None = None
+        self,
+        tree: PyTree,
+        state: PytreeMeanState,
+        comm: Transport,
+        *,
+        key: Key | None = None,
+        weight: float | None = None,
     ) -> tuple[PyTree, PytreeMeanState]:
         """Average a pytree over the ranks; see `CompressedMean.stages`.
 
@@ -363,6 +378,8 @@ class PytreeMean:
             The ranks.
         key : Key, optional
             Required by compressors that draw.
+        weight : float, optional
+            As for `CompressedMean`.
 
         Raises
         ------
@@ -370,7 +387,7 @@ class PytreeMean:
             If the arrays have other paths than those that `init` saw.
         """
         taken = Tree.of_state(tree, "tree", state.names)
-        leaves, mean = self.mean(taken.leaves, state.mean, comm, key=key)
+        leaves, mean = self.mean(taken.leaves, state.mean, comm, key=key, weight=weight)
         return taken.whole(leaves), PytreeMeanState(taken.names, mean)
 
 

@@ -133,6 +133,8 @@ class OuterLoop:
                 )
         _require_own_steps(model, self._trained, self._comm)
         self._loop = loop
+        self.weight: float | None = None
+        """How much this rank counts in the mean of the next outer gradients, see `qcomp.OuterLoop.step`."""
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
         if init_sync:
@@ -336,9 +338,9 @@ class OuterLoop:
         self._trained.look(self._loop, before)
         with plain_products(values[0]):
             if self._running is None:
-                params, state = self._loop.step(values, before, self._comm, shares=True)
+                params, state = self._loop.step(values, before, self._comm, shares=True, weight=self.weight)
             else:
-                params, state = self._running.step(values, before, shares=True)
+                params, state = self._running.step(values, before, shares=True, weight=self.weight)
         self._drive(self._trained.buffer_stages(self._loop, before, state), "buffers")
         self._trained.write(params)
         self._saves.forget()

@@ -40,6 +40,7 @@ from qcomp.core.mean.state import (
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
 from qcomp.core.mean.topologies.registry import AUTO, require_name, topology
+from qcomp.core.mean.weights import weighted
 from qcomp.core.numeric.arrays import (
     Array,
     as_list,
@@ -401,14 +402,29 @@ class CompressedMean:
         return cut
 
     def __call__(
-        self, x: Any, state: MeanState, comm: Transport, *, key: Key | None = None, donate: bool = False
+        self,
+        x: Any,
+        state: MeanState,
+        comm: Transport,
+        *,
+        key: Key | None = None,
+        donate: bool = False,
+        weight: float | None = None,
     ) -> tuple[Any, MeanState]:
-        """Average x over the ranks of a communicator; see `stages`."""
+        """Average x over the ranks of a communicator; see `stages`.
+
+        With ``weight`` on all ranks, each counts in this mean by its own weight; see `weighted`.
+        """
         require_communicator(comm)
         if (comm.rank, comm.size) != (state.rank, state.size):
             raise ValueError(
                 f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
             )
+        if weight is not None:
+            products = weighted(x, weight, comm)
+            mean, new_state = self(products, state, comm, key=key, donate=True)
+            means = shaped_like(as_list(mean), as_list(x))
+            return means if isinstance(x, list | tuple) else means[0], new_state
         stages = self.stages(x, state, key=key, donate=donate)
         return drive(owned(stages, Owner(type(self).__name__, state.number, (), 0, "a mean")), comm)
 

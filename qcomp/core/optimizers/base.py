@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_communicator
+from qcomp.core.mean.weights import weighted
 from qcomp.core.numeric.arrays import Array, require_apart
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
@@ -164,7 +165,14 @@ class Optimizer(Replica[OptimizerState]):
         return new_params, self.advance(new_state, state)
 
     def step(
-        self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        comm: Transport,
+        *,
+        donate: bool = False,
+        weight: float | None = None,
     ) -> tuple[Any, OptimizerState]:
         """Make one step over a communicator.
 
@@ -183,6 +191,9 @@ class Optimizer(Replica[OptimizerState]):
             of `state_dict`, changes. No two of the arrays may share memory. Buffers are reused only where there are
             kernels, and only once the exchange has succeeded: if it raises, nothing has changed. If a freeze rule
             raises, or a warning is an error, the old values are already gone.
+        weight : float, optional
+            How much this rank's gradients count in this step, such as its number of valid tokens; see `weighted`. All
+            ranks pass one, or none: then all count alike. ``clip_norm`` clips the weighted gradients.
 
         Returns
         -------
@@ -206,6 +217,8 @@ class Optimizer(Replica[OptimizerState]):
             compressor has no 0; this sends a bit for each slice along the first and the last axis, and a sample.
         """
         require_rank(state, comm)
+        if weight is not None:
+            grads = weighted(grads, weight, comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
 
     def stages(

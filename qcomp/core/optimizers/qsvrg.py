@@ -18,6 +18,7 @@ from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
 __all__ = ["QSVRG"]
@@ -183,7 +184,14 @@ class QSVRG(Optimizer):
         return self.enter(state, "epoch")._replace(arrays=arrays, numbers={_STEPS: 0.0})
 
     def step(
-        self, params: Any, grads: Any, state: OptimizerState, comm: Transport, *, donate: bool = False
+        self,
+        params: Any,
+        grads: Any,
+        state: OptimizerState,
+        comm: Transport,
+        *,
+        donate: bool = False,
+        weight: float | None = None,
     ) -> tuple[Any, OptimizerState]:
         """Make one step over a communicator, as `Optimizer.step` does.
 
@@ -199,12 +207,20 @@ class QSVRG(Optimizer):
             The one that `init` saw, or another of the same rank and size.
         donate : bool
             Has no effect here.
+        weight : None
+            f is the plain mean over the ranks, in every step of an epoch.
 
         Raises
         ------
         ValueError
-            If no epoch has begun.
+            If no epoch has begun, or a weight is given.
         """
+        require(
+            "weight",
+            weight,
+            weight is None,
+            "None: f is the plain mean over the ranks, so scale each rank's loss",
+        )
         return super().step(params, grads, state, comm, donate=donate)
 
     def stages(

@@ -8,6 +8,7 @@ from typing import Any
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
+from qcomp.core.mean.weights import weight_stages
 from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients
@@ -168,7 +169,13 @@ class OuterLoop(OuterSettings):
         return as_given(means.values, grads)
 
     def step(
-        self, params: Any, state: OptimizerState, comm: Transport, *, shares: bool = False
+        self,
+        params: Any,
+        state: OptimizerState,
+        comm: Transport,
+        *,
+        shares: bool = False,
+        weight: float | None = None,
     ) -> tuple[Any, OptimizerState]:
         """Count an inner step; exchange fragments and apply results where they are due.
 
@@ -184,6 +191,10 @@ class OuterLoop(OuterSettings):
             The one that `init` saw, or another of the same rank and size.
         shares : bool, default False
             Whether the parameters that are returned may share memory with the state, for callers that copy them.
+        weight : float, optional
+            How much this rank's outer gradients count in the mean, if a fragment departs in this step: such as the
+            number of tokens since it last departed; see `weighted`. All ranks pass one in such a step, or none: then
+            all count alike.
 
         Returns
         -------
@@ -210,7 +221,8 @@ class OuterLoop(OuterSettings):
             compares gradients instead.
         """
         require_rank(state, comm)
-        return drive(self.stages(params, state, shares=shares, compares=True), comm)
+        stages = self.stages(params, state, shares=shares, compares=True, weight=weight)
+        return drive(stages, comm)
 
     def stages(
         self,
@@ -220,6 +232,7 @@ class OuterLoop(OuterSettings):
         *,
         shares: bool = False,
         compares: bool = False,
+        weight: float | None = None,
     ) -> Stages[tuple[Any, OptimizerState]]:
         """Do what `step` does as a generator of pure stages, for callers that move the buffers themselves.
 
@@ -236,8 +249,10 @@ class OuterLoop(OuterSettings):
         compares : bool
             Whether to warn if all ranks have the same first outer gradients, as `step` does. Set it to False where
             ranks may join or leave, since a new rank begins with the parameters of another.
+        weight : float, optional
+            As for `step`.
         """
-        stages = self._stages(params, state, landed, shares=shares, compares=compares)
+        stages = self._stages(params, state, landed, shares=shares, compares=compares, weight=weight)
         return (yield from owned(stages, owner_of(self, state)))
 
     def _stages(
@@ -248,6 +263,7 @@ class OuterLoop(OuterSettings):
         *,
         shares: bool,
         compares: bool,
+        weight: float | None,
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = fitting(params, state)
         after = state._replace(step=state.step + 1)
@@ -264,7 +280,8 @@ class OuterLoop(OuterSettings):
             tensors, after = self._land(fragment, means, tensors, after)
         departing = self._departing(after)
         if departing is not None:
-            after = self._depart(departing, tensors, after)
+            factor = 1.0 if weight is None else (yield from weight_stages(weight, state.size, tensors[0]))
+            after = self._depart(departing, tensors, after, factor)
             if not self.delay:
                 means = yield from self.exchange(after, departing)
                 if compares:
@@ -415,15 +432,18 @@ class OuterLoop(OuterSettings):
         ahead = self.delay if self.turn == "apply" else 0
         return due(state.step - self.warmup + ahead, self.every, self.fragments)
 
-    def _depart(self, fragment: int, tensors: Sequence[Array], state: OptimizerState) -> OptimizerState:
-        """Return the state in which the outer gradients of a fragment are under way."""
+    def _depart(
+        self, fragment: int, tensors: Sequence[Array], state: OptimizerState, factor: float
+    ) -> OptimizerState:
+        """Return the state in which the outer gradients of a fragment, times a factor, are under way."""
         anchor = state.arrays[ANCHOR]
         sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
             # The round began from the shared parameters in the parameter's own precision.
             xp = array_namespace(anchor[i])
             start = to_compute_dtype(xp.astype(anchor[i], tensors[i].dtype, copy=False))
-            sent[i] = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
+            moved = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
+            sent[i] = moved if factor == 1 else primitives.scale(moved, factor)
         stage = stage_of({**under_way(state.stage), fragment: state.step})
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 

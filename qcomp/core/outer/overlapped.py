@@ -74,7 +74,9 @@ class Overlapped:
         self.comm: Any = comm
         self._flights: dict[int, _Flight] = {}
 
-    def step(self, params: Any, state: OptimizerState, *, shares: bool = False) -> tuple[Any, OptimizerState]:
+    def step(
+        self, params: Any, state: OptimizerState, *, shares: bool = False, weight: float | None = None
+    ) -> tuple[Any, OptimizerState]:
         """Do what `OuterLoop.step` does.
 
         Parameters
@@ -84,6 +86,8 @@ class Overlapped:
         state : OptimizerState
             From ``loop.init`` or the last step.
         shares : bool, default False
+            As for `OuterLoop.step`.
+        weight : float, optional
             As for `OuterLoop.step`.
         """
         require_rank(state, self.comm)
@@ -97,7 +101,8 @@ class Overlapped:
                 else:
                     self._flights[fragment].advance()
             result, after = drive(
-                self.loop.stages(params, state, landed, shares=shares, compares=True), self.comm
+                self.loop.stages(params, state, landed, shares=shares, compares=True, weight=weight),
+                self.comm,
             )
         except Exception:
             self._discard(None)
