@@ -1,4 +1,4 @@
-"""Optimizer states as flat dicts, which another world can load; files that are whole or absent; copies."""
+"""Optimizer states as flat dicts, which another world can load; files that are whole or absent; copies; signals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,10 +9,11 @@ from qcomp.core.checkpoint.schema import plain
 if TYPE_CHECKING:
     from qcomp.checkpoint.copies import Copies, Kept
     from qcomp.checkpoint.files import write_whole
+    from qcomp.checkpoint.signals import on_signal
 
-__all__ = ["Copies", "Kept", "plain", "to_arrays", "write_whole"]
+__all__ = ["Copies", "Kept", "on_signal", "plain", "to_arrays", "write_whole"]
 
-_MODULES = {"Copies": "copies", "Kept": "copies", "write_whole": "files"}
+_MODULES = {"Copies": "copies", "Kept": "copies", "on_signal": "signals", "write_whole": "files"}
 """Names that are imported on first use, and their modules."""
 
 

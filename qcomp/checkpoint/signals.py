@@ -1,0 +1,107 @@
+"""Signals that end a job: all ranks hear of one at the same step, and can save."""
+
+import signal
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from qcomp.core.handshake import handshake
+from qcomp.core.mean.stages import AllGather, Owner, Stages, Transport, drive, owned
+from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
+
+__all__ = ["on_signal"]
+
+_LIKE = np.empty(0, dtype=np.uint8)
+_ADVICE = "call it on all ranks after the same steps"
+
+
+class on_signal:  # noqa: N801 - it reads as a function
+    """Tells all ranks at the same step that any of them has received a signal, so that they can save and end.
+
+    Schedulers announce the end of a job by a signal, to one process or to all, and not at the same moment. Call the
+    object after every step: it returns True on all ranks in the same call. Collective, as are its calls.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks. Each exchange sends one byte to every other rank.
+    signals : iterable of signal.Signals, default (SIGTERM,)
+        The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first of each is
+        noted, and has no other effect; the next has the effect that it had before.
+    every : int, default 1
+        The calls from one exchange to the next; others return False at once. The same on all ranks.
+
+    Raises
+    ------
+    MismatchError
+        On every rank, if ``every`` differs; in a call, if other ranks exchange something else meanwhile.
+    RuntimeError
+        If this is not the main thread, where Python's signal handlers run.
+
+    Examples
+    --------
+    >>> import os, signal, qcomp
+    >>> comm = qcomp.comm.LocalCommunicator.alone()
+    >>> with qcomp.checkpoint.on_signal(comm, [signal.SIGUSR1]) as ends:
+    ...     for step in range(100):
+    ...         if step == 3:
+    ...             os.kill(os.getpid(), signal.SIGUSR1)
+    ...         if ends():
+    ...             break  # save here
+    >>> step
+    3
+    """
+
+    def __init__(
+        self, comm: Transport, signals: Iterable[int] = (signal.SIGTERM,), *, every: int = 1
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every is {every!r}; expected an integer of at least 1")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"on_signal was called in thread {threading.current_thread().name!r}; expected the main thread, "
+                "where Python's signal handlers run"
+            )
+        handshake(comm, {"every": every}, like=_LIKE)
+        self._comm = comm
+        self._every = every
+        self._calls = 0
+        self._received = False
+        self._before: dict[int, Any] = {}
+        try:
+            for number in signals:
+                # None stands for a handler that was not installed from Python, and cannot be installed again.
+                self._before[number] = signal.signal(number, self._note) or signal.SIG_DFL
+        except (OSError, TypeError, ValueError):  # no signal, or one that no process can handle
+            self.close()
+            raise
+
+    def __call__(self) -> bool:
+        """Return whether any rank had received a signal when it made this call; the same on all ranks."""
+        self._calls += 1
+        if self._calls % self._every:
+            return False
+        owner = Owner("on_signal", 0, (), 0, f"call {self._calls}", _ADVICE)
+        return drive(owned(self._stages(), owner), self._comm)
+
+    def _stages(self) -> Stages[bool]:
+        arrived = yield AllGather(from_host_bytes(bytes([self._received]), _LIKE), (1,) * self._comm.size)
+        return any(host_bytes(part) != b"\0" for part in arrived)
+
+    def _note(self, number: int, _: object) -> None:
+        self._received = True
+        signal.signal(number, self._before[number])
+
+    def close(self) -> None:
+        """Give all signals the effect that they had before."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+
+    def __enter__(self) -> "on_signal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
