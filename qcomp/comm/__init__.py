@@ -10,6 +10,7 @@ from qcomp.comm.local import LocalCommunicator, run_local
 
 if TYPE_CHECKING:
     from qcomp.comm.authenticated import AuthenticatedCommunicator
+    from qcomp.comm.folder import FolderCommunicator
     from qcomp.comm.mpi import MPICommunicator
     from qcomp.comm.nccl import NCCLCommunicator
     from qcomp.comm.torch_dist import TorchCommunicator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuthenticatedCommunicator",
     "Communicator",
+    "FolderCommunicator",
     "LocalCommunicator",
     "MPICommunicator",
     "NCCLCommunicator",
@@ -29,6 +31,7 @@ __all__ = [
 # Importing mpi4py starts MPI, and importing torch is slow, so both wait for first use, as do modules that need NumPy.
 _MODULES = {
     "AuthenticatedCommunicator": "authenticated",
+    "FolderCommunicator": "folder",
     "MPICommunicator": "mpi",
     "NCCLCommunicator": "nccl",
     "TorchCommunicator": "torch_dist",

@@ -1,0 +1,443 @@
+"""Ranks that exchange through files, in a folder that all see or in an object store.
+
+Each message is a file: a line of JSON, then the bytes. A rank deletes its own, once all others have read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from qcomp.comm.buffers import from_host, stage_exchange
+from qcomp.comm.host import host_name
+from qcomp.comm.patience import patience
+from qcomp.comm.verbs import Pending, Verbs, described
+from qcomp.core.errors import CommunicatorError
+from qcomp.core.mean.stages import Owner, as_mismatch, other_owners, told
+from qcomp.core.reporting import name_ranks
+
+__all__ = ["FolderCommunicator"]
+
+Array = Any
+
+_HERE, _GO, _END = "here", "go", "end"
+"""Files of a session: a rank has come, all have come, and how a rank has ended."""
+_SHORTEST_PAUSE = 5e-4
+_GROWTH = 1.3
+
+
+class _Store(Protocol):
+    """Where the files are."""
+
+    longest_pause: float
+    """Seconds between two looks for a file."""
+
+    def write(self, name: str, *parts: bytes) -> None:
+        """Make a file that is whole as soon as it can be read."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file has, or None."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        ...
+
+
+class _Folder:
+    """Files of the operating system."""
+
+    longest_pause = 0.02
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def write(self, name: str, *parts: bytes) -> None:
+        path = self._path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        with beside.open("wb") as file:
+            file.writelines(parts)
+        beside.replace(path)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def delete(self, name: str) -> None:
+        path = self._path / name
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others have files there
+            path.parent.rmdir()
+
+
+class _Objects:
+    """Objects of a store that fsspec knows."""
+
+    longest_pause = 1.0
+
+    def __init__(self, url: str) -> None:
+        self._files, self._path = importlib.import_module("fsspec").core.url_to_fs(url)
+
+    def write(self, name: str, *parts: bytes) -> None:
+        path = f"{self._path}/{name}"
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(path, b"".join(parts))
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return bytes(self._files.cat_file(f"{self._path}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._path}/{name}")
+
+
+class _Head(NamedTuple):
+    """The first line of a message."""
+
+    verb: str
+    owner: int
+    told: str
+    sizes: list[int]
+    """The bytes for each rank."""
+    digest: str
+    done: int
+    """The number of the last exchange before which the sender has completed all, this one included."""
+
+
+class _Session:
+    """The files of a rank in a folder that only these ranks know."""
+
+    def __init__(self, store: _Store, name: str, rank: int, size: int) -> None:
+        self._store, self._name, self._rank, self._size = store, name, rank, size
+        self._process = os.getpid()
+        self.sent: dict[int, list[str]] = {}
+        """The names of the messages that are not deleted, by the number of the exchange."""
+
+    def write(self, name: str, *parts: bytes) -> None:
+        self._store.write(f"{self._name}/{name}", *parts)
+
+    def read(self, name: str) -> bytes | None:
+        return self._store.read(f"{self._name}/{name}")
+
+    def delete(self, name: str) -> None:
+        self._store.delete(f"{self._name}/{name}")
+
+    def end(self, how: str) -> None:
+        """Write why this rank has failed, or nothing, on a line, and the names of its messages that are left."""
+        left = [name for names in self.sent.values() for name in names]
+        self.write(f"{_END}.{self._rank}", "\n".join([" ".join(how.split()), *left]).encode())
+
+    def leave(self) -> None:
+        """End this rank's part, unless this is a forked child; the last rank deletes what all have left behind."""
+        if self._size == 1 or os.getpid() != self._process:
+            return
+        with contextlib.suppress(Exception):  # the folder may be gone
+            if self.read(f"{_END}.{self._rank}") is None:
+                self.end("")
+            ends = [self.read(f"{_END}.{r}") for r in range(self._size)]
+            if None not in ends:
+                left = [name for end in ends for name in (end or b"").decode().splitlines()[1:]]
+                of_ranks = [f"{kind}.{r}" for kind in (_HERE, _END) for r in range(self._size)]
+                for name in (*left, _GO, *of_ranks):
+                    self.delete(name)
+
+
+class FolderCommunicator(Verbs):
+    """The ranks of machines that open no connections to each other, but see one folder, or one object store.
+
+    It is as fast as the store: an exchange writes a file for each other rank, or one for all, and reads one from each.
+    That suits outer loops, which exchange once in hundreds of steps. Creating one is collective.
+
+    Parameters
+    ----------
+    folder : str
+        A folder that all ranks see, such as one on NFS, or a URL of a store for fsspec, such as ``"s3://bucket/path"``.
+        It is created.
+    rank, size : int
+        The number of this rank, from 0, and the number of ranks.
+    job : str, default "job"
+        A name that no other job has that exchanges through the same folder at the same time.
+    timeout : float, optional
+        Seconds to wait for a rank, as for `qcomp.comm.world`: also for one that died, which nothing else tells.
+
+    Raises
+    ------
+    CommunicatorError
+        If not all ranks come in time.
+    ValueError
+        If the rank is not one of the size, or the job's name cannot be that of a file.
+
+    Notes
+    -----
+    Files hold their length and a BLAKE2b digest; what does not fit counts as not yet written. On a disk they are
+    renamed into place. A rank deletes its files once all ranks have read them, and the last ones when all have ended.
+
+    Examples
+    --------
+    >>> import numpy as np, qcomp, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     comm = qcomp.comm.FolderCommunicator(folder, rank=0, size=1)
+    ...     comm.all_gather(np.array([7], dtype=np.uint8), [1])
+    [array([7], dtype=uint8)]
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        size: int,
+        *,
+        job: str = "job",
+        timeout: float | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank!r} and size {size!r}; expected a rank from 0 to size - 1")
+        if not job or {*job} & {*"/\\"} or job.startswith("."):
+            raise ValueError(f"job is {job!r}; expected a name that a folder can have")
+        self.rank, self.size = rank, size
+        self.host = host_name(socket.gethostname())
+        self.timeout, _ = patience(timeout=timeout)
+        self.bytes_sent = 0
+        place = os.fspath(folder)
+        self._store: _Store = _Objects(place) if "://" in place else _Folder(place)
+        self._closed: str | None = None
+        self._started = 0
+        self._open: set[int] = set()
+        self._done = dict.fromkeys((r for r in range(size) if r != rank), 0)
+        self._session = _Session(self._store, self._meet(job) if size > 1 else job, rank, size)
+        self._leave = weakref.finalize(self, self._session.leave)
+
+    def __repr__(self) -> str:
+        return f"FolderCommunicator(rank={self.rank}, size={self.size})"
+
+    def close(self) -> None:
+        """End this rank's part. Not collective: later exchanges fail here, and those of other ranks there."""
+        self._closed = self._closed or "close was called"
+        self._leave()
+
+    def _meet(self, job: str) -> str:
+        """Return the name of a folder that these ranks alone know, also if an earlier job has left files behind.
+
+        Rank 0 proposes one from the tokens of all ranks, until each has found its own token there, and said so.
+        """
+        token = secrets.token_hex(8)
+        self._store.write(f"{job}/hello.{self.rank}", token.encode())
+        return self._invited(job, token) if self.rank else self._proposed(job)
+
+    def _proposed(self, job: str) -> str:
+        everyone = range(self.size)
+        missing, last = {*everyone}, ""
+        for _ in self._looks("creation", missing):
+            found = {r: self._store.read(f"{job}/hello.{r}") for r in everyone}
+            tokens = {r: token.decode() for r, token in found.items() if token}
+            missing.clear()
+            missing.update(everyone - tokens.keys())
+            if missing:
+                continue
+            name = f"{job}/{_digest(' '.join(tokens.values()).encode())}"
+            if name != last:
+                self._store.write(f"{job}/session", json.dumps([name, [*tokens.values()]]).encode())
+                last = name
+            missing.update(r for r in everyone[1:] if self._store.read(f"{name}/{_HERE}.{r}") is None)
+            if not missing:
+                self._store.write(f"{name}/{_GO}", b"")
+                break
+        return last
+
+    def _invited(self, job: str, token: str) -> str:
+        last = ""
+        for _ in self._looks("creation", [0]):
+            proposal = self._store.read(f"{job}/session")
+            name, tokens = json.loads(proposal) if proposal else ("", [])
+            if tokens[self.rank : self.rank + 1] != [token]:
+                continue
+            if name != last:
+                self._store.write(f"{name}/{_HERE}.{self.rank}", b"")
+                last = name
+            if self._store.read(f"{name}/{_GO}") is not None:
+                break
+        return last
+
+    def _looks(self, verb: str, missing: Collection[int]) -> Iterator[int]:
+        """Yield the number of a look, with pauses between them that grow; raise CommunicatorError after the timeout."""
+        start, pause = time.monotonic(), _SHORTEST_PAUSE
+        look = 0
+        while True:
+            yield look
+            look += 1
+            if time.monotonic() - start > self.timeout:
+                ranks = name_ranks(missing)
+                raise CommunicatorError(
+                    f"{verb}: waited {self.timeout:g} s for {ranks}, which wrote no file for it: it has died, or is "
+                    "late, or sees another folder"
+                )
+            time.sleep(pause)
+            pause = min(self._store.longest_pause, _GROWTH * pause)
+
+    def _exchange(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> list[Array]:
+        return self._start(verb, send, receive, owner).wait()
+
+    def _start(
+        self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
+    ) -> Pending:
+        buffers, sizes = stage_exchange(send, receive, rank=self.rank, size=self.size)
+        self._require_open(verb)
+        self._started += 1
+        number = self._started
+        self._open.add(number)
+        with self._closing_on_failure(verb):
+            self._write(number, verb, buffers, owner)
+        own = from_host(np.array(buffers[self.rank], copy=True), like=send[self.rank])
+        return _Exchange(self, number, verb, send, sizes, own, owner)
+
+    def _write(self, number: int, verb: str, buffers: Sequence[Any], owner: Owner | None) -> None:
+        """Write a file for each other rank; one for all, if they get the same."""
+        others = [r for r in range(self.size) if r != self.rank]
+        to_all = verb == "all_gather"
+        self._session.sent[number] = []
+        for r in others[:1] if to_all else others:
+            data = buffers[r].tobytes()
+            sizes = [buffer.shape[0] for buffer in buffers]
+            digest = 0 if owner is None else owner.digest
+            done = min(self._open) - 1
+            head = _Head(verb, digest, told(owner), sizes, _digest(data), done)
+            name = _name(number, self.rank, None if to_all else r)
+            self._session.sent[number].append(name)
+            self._session.write(name, json.dumps(head).encode() + b"\n", data)
+        self.bytes_sent += sum(buffers[r].shape[0] for r in others)
+
+    def complete(self, exchange: _Exchange) -> list[Array]:
+        """Return what all ranks have sent in an exchange, once it is there."""
+        self._require_open(exchange.verb)
+        with self._closing_on_failure(exchange.verb):
+            received = []
+            for r in range(self.size):
+                if r == self.rank:
+                    received.append(exchange.own)
+                    continue
+                head, data = self._read(exchange, r)
+                self._done[r] = max(self._done[r], head.done)
+                received.append(from_host(np.array(data, np.uint8), like=exchange.send[r]))
+            self._open.discard(exchange.number)
+            self._forget()
+        return received
+
+    def _read(self, exchange: _Exchange, r: int) -> tuple[_Head, memoryview]:
+        """Return the message of a rank, once it is there and fits."""
+        verb, number = exchange.verb, exchange.number
+        mine, all_ = _name(number, r, self.rank), _name(number, r, None)
+        first, other = (all_, mine) if verb == "all_gather" else (mine, all_)
+        for look in self._looks(verb, [r]):
+            found = self._session.read(first)
+            if found is None and look % 8 == 7:
+                ended = self._session.read(f"{_END}.{r}")
+                found = self._session.read(first) or self._session.read(other)
+                if ended is not None and found is None:
+                    reason = ended.decode().partition("\n")[0]
+                    if reason:
+                        raise as_mismatch(CommunicatorError(f"{verb}: rank {r} failed: {reason}"))
+                    raise CommunicatorError(f"{verb}: rank {r} has finished without calling it")
+            message = None if found is None else _parsed(found)
+            if message is not None:
+                self._require_fitting(message, exchange, r)
+                return message
+        raise AssertionError  # the looks end in an error
+
+    def _require_fitting(self, message: tuple[_Head, memoryview], exchange: _Exchange, r: int) -> None:
+        """Raise CommunicatorError if a rank's message is not what an exchange expects of it."""
+        (head, data), verb, own = message, exchange.verb, told(exchange.owner)
+        if head.owner != (0 if exchange.owner is None else exchange.owner.digest):
+            raise as_mismatch(CommunicatorError(other_owners({self.rank: own, r: head.told}, exchange.owner)))
+        if head.verb != verb:
+            raise CommunicatorError(f"rank {self.rank} called {verb} where rank {r} called {head.verb}")
+        if len(data) != exchange.sizes[r]:
+            raise CommunicatorError(
+                f"{verb}: rank {r} sent {len(data)} bytes to rank {self.rank}, which expected {exchange.sizes[r]} bytes"
+            )
+
+    def _forget(self) -> None:
+        """Delete this rank's messages of exchanges that all ranks have completed."""
+        done = min(self._done.values(), default=0)
+        for number in [number for number in self._session.sent if number <= done]:
+            for name in self._session.sent.pop(number):
+                self._session.delete(name)
+
+    def _require_open(self, verb: str) -> None:
+        if os.getpid() != self._process:
+            self._refuse(verb)
+        if self._closed is not None:
+            raise as_mismatch(CommunicatorError(f"{verb}: this communicator is closed: {self._closed}"))
+
+    @contextlib.contextmanager
+    def _closing_on_failure(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            known = isinstance(error, CommunicatorError)
+            self._closed = str(error) if known else f"{verb} was interrupted by {described(error)}"
+            with contextlib.suppress(Exception):  # the store may be what has failed
+                self._session.end(str(self._closed))
+            if isinstance(error, OSError):
+                raise CommunicatorError(f"{verb}: the folder cannot be used: {described(error)}") from error
+            raise
+
+
+@dataclass
+class _Exchange:
+    """An exchange under way: this rank's messages are written."""
+
+    comm: FolderCommunicator
+    number: int
+    verb: str
+    send: Sequence[Array]
+    sizes: Sequence[int]
+    own: Array
+    owner: Owner | None
+    received: list[Array] | None = None
+
+    def wait(self) -> list[Array]:
+        """Return what each rank sent here."""
+        if self.received is None:
+            self.received = self.comm.complete(self)
+        return self.received
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _name(number: int, sender: int, receiver: int | None) -> str:
+    return f"{number}.{sender}.{'all' if receiver is None else receiver}"
+
+
+def _parsed(found: bytes) -> tuple[_Head, memoryview] | None:
+    """Return a message, or None if it is not whole."""
+    end = found.find(b"\n")
+    data = memoryview(found)[end + 1 :]
+    try:
+        head = _Head(*json.loads(found[: max(0, end)]))
+    except (TypeError, ValueError):
+        return None
+    return (head, data) if head.digest == _digest(data) else None

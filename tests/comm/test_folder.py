@@ -1,0 +1,150 @@
+"""Ranks that exchange through files keep the promises of a communicator, also beside what earlier jobs have left."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import qcomp
+from qcomp.comm import FolderCommunicator
+from qcomp.comm import folder as module
+from qcomp.core.mean.stages import AllGather, Owner
+
+
+def together(folder, function, size=3, **settings):
+    """Return what a function returns on each rank, in threads; a rank's error is its result."""
+
+    def rank_main(rank):
+        try:
+            comm = FolderCommunicator(folder, rank, size, **{"timeout": 60, **settings})
+            try:
+                return function(comm)
+            finally:
+                comm.close()
+        except qcomp.CommunicatorError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank_main, range(size), timeout=120))
+
+
+def steps(comm):
+    opt = qcomp.OneBitAdam(learning_rate=0.01, freeze=2, exact=None, watch=None)
+    params = np.zeros(3000, np.float32)
+    state = opt.init(params, comm)
+    for step in range(5):
+        draws = np.random.default_rng((comm.rank, step)).normal(size=3000).astype(np.float32)
+        params, state = opt.step(params, params - draws, state, comm)
+    return params
+
+
+@pytest.mark.parametrize("place", ["folder", "store"])
+def test_it_keeps_the_promises(tmp_path, monkeypatch, place):
+    pytest.importorskip("fsspec")
+    monkeypatch.setattr(module._Objects, "longest_pause", 0.02)
+    where = str(tmp_path) if place == "folder" else f"memory://{tmp_path.name}"
+    assert together(where, lambda comm: qcomp.testing.check_communicator(comm, failures=True)) == [None] * 3
+
+
+def test_a_training_has_the_bytes_that_it_has_elsewhere(tmp_path):
+    expected = qcomp.comm.run_local(2, steps)
+    assert all(np.array_equal(x, y) for x, y in zip(together(tmp_path, steps, 2), expected, strict=True))
+
+
+def test_files_are_deleted(tmp_path):
+    held = []
+
+    def rank_main(comm):
+        for _ in range(30):
+            comm.all_to_all([np.zeros(5, np.uint8)] * 3, [5] * 3)
+            held.append(sum(1 for _ in tmp_path.rglob("*")))
+
+    together(tmp_path, rank_main)
+    assert max(held) < 40  # messages of two or three exchanges
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"hello.0", "hello.1", "hello.2", "session"}
+
+
+def test_a_job_begins_where_another_was_killed(tmp_path):
+    def leaves_messages(comm):
+        comm.all_gather(np.full(3, comm.rank, np.uint8), [3] * 3)
+        comm._leave.detach()
+        return sum(1 for path in tmp_path.rglob("*") if path.is_file())
+
+    assert min(together(tmp_path, leaves_messages)) > 6
+    found = together(
+        tmp_path, lambda comm: [int(x[0]) for x in comm.all_gather(np.uint8([comm.rank + 7]), [1] * 3)]
+    )
+    assert found == [[7, 8, 9]] * 3
+
+
+def test_all_ranks_hear_of_a_rank_that_ends(tmp_path):
+    def rank_main(comm):
+        if comm.rank != 1:
+            comm.all_gather(np.zeros(3, np.uint8), [3] * 3)
+        return "gone"
+
+    found = together(tmp_path, rank_main)
+    assert found[1] == "gone"
+    assert "all_gather: rank 1 has finished" in str(found[0])
+    assert "rank 1 has finished" in str(found[2])
+
+
+def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
+    with pytest.raises(qcomp.CommunicatorError, match=r"creation: waited 0\.3 s for rank 1"):
+        FolderCommunicator(tmp_path, 0, 2, timeout=0.3)
+    with pytest.raises(qcomp.CommunicatorError, match=r"creation: waited 0\.3 s for rank 0"):
+        FolderCommunicator(tmp_path / "else", 1, 2, timeout=0.3)
+
+
+def test_other_owners_are_a_mismatch_on_all_ranks(tmp_path):
+    def rank_main(comm):
+        owner = Owner("SGD", 1 + comm.rank // 2, ("w",), 0, "step 3")
+        comm.run(AllGather(np.zeros(1, np.uint8), (1,) * 3, owner=owner))
+
+    found = together(tmp_path, rank_main)
+    assert all(isinstance(error, qcomp.CommunicatorError) for error in found)
+    assert isinstance(found[2], qcomp.MismatchError)
+    assert "step 3 of SGD number 1" in str(found[2])
+
+
+def test_other_verbs_are_an_error_on_all_ranks(tmp_path):
+    def rank_main(comm):
+        x = np.zeros(4, np.uint8)
+        if comm.rank:
+            comm.all_gather(x, [4] * 3)
+        comm.all_to_all([x] * 3, [4] * 3)
+
+    found = together(tmp_path, rank_main)
+    assert all(isinstance(error, qcomp.CommunicatorError) for error in found)
+    assert "rank 0 called all_to_all where rank 1 called all_gather" in str(found[0])
+
+
+@pytest.mark.parametrize("kept", [0, 10, -1], ids=["empty", "cut in its first line", "cut at its end"])
+def test_a_message_that_is_not_whole_is_not_yet_there(tmp_path, monkeypatch, kept):
+    """A store may show a part of a file; the rest comes later."""
+    looked, lock = set(), threading.Lock()
+    read = module._Folder.read
+
+    def of_part(self, name):
+        found = read(self, name)
+        with lock:
+            if found is None or ".all" not in name or name in looked:
+                return found
+            looked.add(name)
+        return found[:kept]
+
+    monkeypatch.setattr(module._Folder, "read", of_part)
+    found = together(
+        tmp_path, lambda comm: [int(x[2]) for x in comm.all_gather(np.full(3, comm.rank, np.uint8), [3] * 3)]
+    )
+    assert found == [[0, 1, 2]] * 3
+    assert len(looked) == 3
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match="rank is 2 and size 2; expected a rank from 0 to size - 1"):
+        FolderCommunicator(tmp_path, 2, 2)
+    with pytest.raises(ValueError, match=r"job is '\.\./x'; expected a name that a folder can have"):
+        FolderCommunicator(tmp_path, 0, 1, job="../x")
