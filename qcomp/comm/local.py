@@ -40,6 +40,8 @@ class LocalCommunicator(Verbs):
     LocalCommunicator.alone : the world of one rank.
     """
 
+    compares_owners = True
+
     def __init__(self, world: _World, rank: int, host: str | None = None) -> None:
         self.rank = rank
         self.size = world.size

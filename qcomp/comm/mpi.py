@@ -110,6 +110,8 @@ class MPICommunicator(Verbs):
     [array([7], dtype=uint8)]
     """
 
+    compares_owners = True
+
     def __init__(
         self, comm: MPI.Intracomm, *, timeout: float | None = None, silence: float | None = None
     ) -> None:

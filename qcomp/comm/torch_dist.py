@@ -129,6 +129,8 @@ class TorchCommunicator(Verbs):
     >>> torch.distributed.destroy_process_group()
     """
 
+    compares_owners = True
+
     def __init__(
         self, group: Any = None, *, timeout: float | None = None, silence: float | None = None
     ) -> None:

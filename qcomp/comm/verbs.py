@@ -66,7 +66,11 @@ class Verbs(ABC):
     def _exchange(
         self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
     ) -> list[Array]:
-        """Send ``send[r]`` to rank r and receive ``receive[r]`` bytes from it; verb and owner are the same on all."""
+        """Send ``send[r]`` to rank r and receive ``receive[r]`` bytes from it.
+
+        Whoever returns True from `compares_owners` raises MismatchError on every rank if the owners differ; others
+        ignore the owner.
+        """
 
     def _start(
         self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
@@ -76,11 +80,14 @@ class Verbs(ABC):
 
     @property
     def compares_owners(self) -> bool:
-        """Whether an exchange raises MismatchError on every rank if that of another rank has another owner."""
-        return True
+        """Whether `_exchange` and `_start` raise MismatchError on every rank if the owners differ; by default not.
+
+        If not, a frame around each message has a digest of the owner, and whoever receives it compares.
+        """
+        return False
 
     def run(self, request: Exchange) -> list[Array]:
-        """Complete an exchange, and compare its owner on all ranks.
+        """Complete an exchange, and compare its owner on all ranks if it `compares_owners`.
 
         Parameters
         ----------
@@ -90,7 +97,7 @@ class Verbs(ABC):
         Raises
         ------
         MismatchError
-            On every rank, if the ranks exchange for different owners.
+            On every rank, if it compares owners, and the ranks exchange for different ones.
         CommunicatorError
             As for the verbs.
         """

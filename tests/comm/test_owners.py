@@ -12,6 +12,7 @@ from qcomp.core.errors import CommunicatorError, MismatchError
 from qcomp.core.mean.framing import joined_size
 from qcomp.core.mean.stages import AllGather, AllToAll, Owner, drive, owned, pipeline
 from qcomp.core.outer.overlapped import Overlapped
+from qcomp.extend import Verbs
 
 EXACTLY = {"learning_rate": 1.0, "compressor": qcomp.Identity(), "exact": None}
 PLAIN = {"learning_rate": 1.0}
@@ -40,11 +41,23 @@ class GivenWithStart(Given):
         return self._comm.start(request)
 
 
+class OfVerbs(Verbs):
+    """A communicator of another package that derives both verbs from one exchange, and knows nothing of owners."""
+
+    def __init__(self, comm):
+        self._comm = comm
+        self.rank, self.size, self.host = comm.rank, comm.size, comm.host
+
+    def _exchange(self, verb, send, receive, owner=None):
+        return self._comm.all_to_all(send, receive)
+
+
 authenticated = partial(AuthenticatedCommunicator, key=bytes(16))
 KINDS = {
     "local": lambda comm: comm,
     "given": Given,
     "given with start": GivenWithStart,
+    "given with Verbs": OfVerbs,
     "authenticated": authenticated,
     "authenticated given": lambda comm: authenticated(Given(comm)),
 }
