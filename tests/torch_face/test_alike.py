@@ -12,8 +12,8 @@ import qcomp
 import qcomp.torch
 from qcomp.comm import run_local
 from qcomp.core.errors import MismatchError
+from tests.torch_face.every import FACES
 
-FACES = ("CompressedSGD", "Muon", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam")
 every_face = pytest.mark.parametrize("name", FACES)
 
 

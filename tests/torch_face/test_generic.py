@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 import qcomp.torch
 from qcomp.comm import LocalCommunicator, run_local
+from tests.torch_face.every import FACES
 
-NAMES = ("CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam")
-every_face = pytest.mark.parametrize("name", NAMES)
+every_face = pytest.mark.parametrize("name", [name for name in FACES if name != "Muon"])
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,8 @@ def quiet():
 
 
 def made(name, params, comm=None, **changes):
-    settings = {"lr": 0.02, "exact": None, **({} if name == "CompressedSGD" else {"freeze": 3}), **changes}
+    freeze = {"freeze": 3} if "freeze" in FACES[name][1] else {}
+    settings = {"lr": 0.02, "exact": None, **freeze, **changes}
     return getattr(qcomp.torch, name)(params, comm=comm or LocalCommunicator.alone(), **settings)
 
 

@@ -16,21 +16,9 @@ import qcomp
 import qcomp.torch
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.optimizers.unused import stages_of_used
+from qcomp.torch import AveragingOptimizer
+from tests.torch_face.every import FACES, FREEZE, SIGN, SMALL, settings_of
 
-FREEZE = 4
-SMALL = {"exact": qcomp.ExactBelow(100)}
-SIGN = qcomp.ScaledSign(bucket_size=64)
-FACES = {
-    "CompressedSGD": (qcomp.CompressedSGD, {"lr": 0.05, "compressor": qcomp.QSGD(7, 64)}),
-    "Muon": (qcomp.Muon, {"lr": 0.01, "compressor": qcomp.QSGD(7, 64), "update_compressor": SIGN}),
-    "OneBitAdam": (qcomp.OneBitAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
-    "OneBitLamb": (qcomp.OneBitLamb, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
-    "QAdam": (
-        qcomp.QAdam,
-        {"lr": 0.01, "freeze": FREEZE, "compressor": qcomp.MinMaxUInt8(64), "variance_steps": None},
-    ),
-    "ZeroOneAdam": (qcomp.ZeroOneAdam, {"lr": 0.01, "freeze": FREEZE, "compressor": SIGN}),
-}
 RULE = qcomp.VarianceStable()
 EXPECTED = "the variance of .* no longer fits|the variance is frozen after|nothing is compressed yet"
 every_face = pytest.mark.parametrize("name", FACES)
@@ -52,11 +40,6 @@ def model_of(rank):
 def backward(model, rank, step):
     draws = torch.Generator().manual_seed(1000 * step + rank)
     model(torch.randn(8, 20, generator=draws)).square().sum().backward()
-
-
-def settings_of(name):
-    _, settings = FACES[name]
-    return {**settings, **({} if name == "Muon" else SMALL)}
 
 
 def face(name, params, comm, **changes):
@@ -94,6 +77,12 @@ def quiet():
             "the variance of .* no longer fits|the variance is frozen after|nothing is compressed yet",
         )
         yield
+
+
+def test_every_face_is_in_the_table():
+    kinds = {key for key in qcomp.torch.__all__ if isinstance(getattr(qcomp.torch, key), type)}
+    of_steps = {key for key in kinds if issubclass(getattr(qcomp.torch, key), AveragingOptimizer)}
+    assert of_steps - {AveragingOptimizer.__name__} == FACES.keys()
 
 
 # --- the steps -------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 import qcomp
 import qcomp.torch
 from qcomp.comm import LocalCommunicator, run_local
+from tests.torch_face.every import FACES
 
-NAMES = ("CompressedSGD", "Muon", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam")
-every_face = pytest.mark.parametrize("name", NAMES)
+every_face = pytest.mark.parametrize("name", FACES)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the variance is frozen after", "ignore:a state of 1 ranks resumes with 2"
 )
@@ -20,11 +20,9 @@ def params_of(names="abc"):
     return [(name, torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))) for name in names]
 
 
-SETTINGS = {"CompressedSGD": {"exact": None}, "Muon": {"others": False}}
-
-
 def made(params, comm=None, name="OneBitAdam", **changes):
-    settings = SETTINGS.get(name, {"freeze": 2, "exact": None}) | {"lr": 0.01, **changes}
+    freeze = {"freeze": 2} if "freeze" in FACES[name][1] else {}
+    settings = freeze | ({"others": False} if name == "Muon" else {"exact": None}) | {"lr": 0.01, **changes}
     return getattr(qcomp.torch, name)(params, comm=comm or LocalCommunicator.alone(), **settings)
 
 
