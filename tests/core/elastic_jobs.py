@@ -28,7 +28,7 @@ LOOPS = {
     ),
 }
 """Outer loops: one whose residuals decay, and one with all other features."""
-TOPOLOGIES = ("two_phase", "all_gather", "ring", "hierarchical")
+TOPOLOGIES = qcomp.topologies.names()
 JOBS = {name: (name, None) for name in (*EVERY, *LOOPS)} | {
     f"{name}, {topology}": (name, topology) for name in ("1-bit", "0/1", "SGD") for topology in TOPOLOGIES[1:]
 }

@@ -17,6 +17,7 @@ from qcomp.core.mean.compressed_mean import Terms
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse
 from qcomp.core.mean.topologies import two_phase
+from qcomp.core.mean.topologies.registry import names
 from qcomp.core.numeric.random import replace_draws
 from qcomp.version import version_and_sources
 from tests.core.worlds import SHAPES, average, draws_of, inputs, start
@@ -385,9 +386,9 @@ class TestArguments:
     def test_other_wrong_arguments(self):
         with pytest.raises(TypeError, match=r"compressor is 'sign'; expected a qcomp\.Compressor"):
             CompressedMean("sign")
-        words = "topology is 'star'; expected one of two_phase, ring, all_gather, hierarchical, auto"
+        words = f"topology is 'no_topology'; expected one of {', '.join(names())}, auto"
         with pytest.raises(ValueError, match=words):
-            CompressedMean(qcomp.Identity(), topology="star")
+            CompressedMean(qcomp.Identity(), topology="no_topology")
 
     def test_a_compressor_that_draws_needs_a_key(self, lockstep):
         mean = CompressedMean(qcomp.QSGD(bucket_size=16))

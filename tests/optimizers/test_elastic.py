@@ -15,7 +15,7 @@ SHAPES = [(40,), (7, 5), (3,)]
 NAMES = ["embedding@0", "layer.0/weight", "bias"]
 BETAS = (0.9, 0.9)
 WORLDS = [(3, 2), (2, 3), (4, 1), (1, 4), (2, 2)]
-TOPOLOGIES = ["two_phase", "all_gather", "ring"]
+TOPOLOGIES = [name for name in qcomp.topologies.names() if name != "hierarchical"]
 
 
 def sgd(**chosen: Any) -> qcomp.CompressedSGD:

@@ -145,7 +145,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("make", "error", "message"),
         [
-            (lambda: qcomp.Averaging(topology="star"), ValueError, "topology is 'star'"),
+            (lambda: qcomp.Averaging(topology="no_topology"), ValueError, "topology is 'no_topology'"),
             (lambda: sgd(averaging="ring"), TypeError, r"averaging is 'ring'; expected a qcomp.Averaging"),
             (lambda: qcomp.Adam(learning_rate=0.1, topology="ring"), TypeError, "unexpected keyword"),
             (lambda: qcomp.EF21SGD(learning_rate=0.1, feedback=False), TypeError, "unexpected keyword"),

@@ -15,7 +15,7 @@ from qcomp.testing.turns import watched
 from tests.outer.jobs import LARGE, SHAPES, SIGN, Job, begun, loop_of, moves
 
 PLAIN = qcomp.OuterLoop(every=1)
-TOPOLOGIES = ["two_phase", "all_gather", "ring", "hierarchical"]
+TOPOLOGIES = qcomp.topologies.names()
 LOW_RANK = {"averaging": qcomp.PowerSGD(rank=1), "compressor": qcomp.Identity()}
 
 

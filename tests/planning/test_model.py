@@ -358,7 +358,7 @@ class TestMachine:
         (lambda: Machine("", 1.0, tensor=float("nan")), "tensor is nan"),
         (lambda: Method("tree", SIGN), "expected none with tree"),
         (lambda: Method("two_phase"), "expected a qcomp.Compressor with two_phase"),
-        (lambda: Method("star"), "topology is 'star'"),
+        (lambda: Method("no_topology"), "topology is 'no_topology'"),
         (lambda: Method("two_phase", SIGN, half=True), "half is True"),
         (lambda: Speed(-1.0, 0.0, 0.0), "encode is -1.0"),
         (lambda: Machine("none", -1.0), "copy is -1.0"),
