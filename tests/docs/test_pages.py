@@ -178,6 +178,16 @@ def test_commands_of_pages_make_plans(page, command, reader, capsys):
     assert "ompress" in advice or advice.startswith(("Exchange ", "Try "))
 
 
+def test_tables_list_every_compressor_optimizer_and_topology():
+    readme, topologies = (ROOT / "README.md").read_text(), (DOCS / "topologies.md").read_text()
+    values = {name: getattr(qcomp, name) for name in qcomp.__all__}
+    bases = (qcomp.Compressor, qcomp.Optimizer)
+    kinds = [n for n, v in values.items() if isinstance(v, type) and issubclass(v, bases) and v not in bases]
+    rows = [(readme, rf"`{name}\b") for name in kinds]
+    rows += [(topologies, f'`"{name}"`') for name in qcomp.topologies.names()]
+    assert [row for page, row in rows if not re.search(rf"^\|.*{row}", page, re.MULTILINE)] == []
+
+
 def test_figures_in_the_readme_are_those_of_the_committed_run():
     for run in json.loads((DOCS / "demo" / "summary.json").read_text()):
         loss, sent = f"{run['validation_loss']:.3f}", f"{run['bytes_sent_per_rank'] / 1e6:.0f} MB"
