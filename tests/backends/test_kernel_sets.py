@@ -11,6 +11,7 @@ from qcomp.core.kernels import use_kernels
 from qcomp.testing import check_compressor, check_kernels, read_only_numpy
 from qcomp.testing.inputs import vector
 from qcomp.testing.kernels import COMPRESSORS
+from tests.contract.compressors import COMPRESSORS as EVERY_COMPRESSOR
 
 pytest.importorskip("numba")
 
@@ -210,3 +211,14 @@ def test_which_compressors_have_kernels(compressor, has_kernels):
     data = compressor.compress(x, key=qcomp.Key()).data
     assert (KERNELS.encode(compressor, x, None, qcomp.Key(), **how) is not None) == has_kernels
     assert (KERNELS.decode(compressor, data, x, out=None, accumulate=False) is not None) == has_kernels
+
+
+def test_compressors_that_check_kernels_does_not_try_have_none():
+    """Nothing else would notice a wrong byte of such a kernel."""
+    x, checked = vector("gaussian", 128, 0), {type(c) for c in COMPRESSORS}
+    others = [c for c in EVERY_COMPRESSOR if type(c) not in checked]
+    assert others
+    for c in others:
+        data = c.compress(x, key=qcomp.Key()).data
+        assert KERNELS.encode(c, x, None, qcomp.Key(), out=None, blend=None) is None, c
+        assert KERNELS.decode(c, data, x, out=None, accumulate=False) is None, c
