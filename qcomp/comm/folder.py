@@ -201,6 +201,8 @@ class FolderCommunicator(Verbs):
     [array([7], dtype=uint8)]
     """
 
+    compares_owners = True
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
