@@ -113,7 +113,7 @@ def measure(case: Case) -> Cost:
 def held(state: OptimizerState) -> int:
     """Return the bytes of all arrays of a state."""
     groups = (state.momentum, state.variance, state.exchange.worker, state.exchange.server)
-    return sum(array.nbytes for group in (*groups, *state.arrays.values()) for array in group)
+    return sum(np.asarray(array).nbytes for group in (*groups, *state.arrays.values()) for array in group)
 
 
 class _Counting:

@@ -52,7 +52,7 @@ def sums(*, feedback: bool, steps: int) -> tuple[Floats, Floats]:
     for _ in range(steps):
         g = direction + 0.5 * rng.standard_normal(64)
         payload, new = qcomp.feedback.compress(c, g, residual)
-        residual = new if feedback else residual
+        residual = np.asarray(new) if feedback else residual
         exact.append(g)
         sent.append(c.decompress(payload, like=g))
     return np.cumsum(exact, axis=0), np.cumsum(sent, axis=0)

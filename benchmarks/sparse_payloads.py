@@ -148,12 +148,14 @@ def exchange(
     """Return the mean that all ranks receive, and update the residuals."""
     decoded = []
     for rank, own in enumerate(x):
-        payload, owed[rank] = qcomp.feedback.compress(worker, own, owed[rank])
+        payload, left = qcomp.feedback.compress(worker, own, owed[rank])
+        owed[rank] = np.asarray(left)
         decoded.append(worker.decompress(payload, like=own))
     mean: Floats = np.mean(decoded, axis=0, dtype=np.float32)
     if server is None:
         return mean
-    payload, server_owed[0] = qcomp.feedback.compress(server, mean, server_owed[0])
+    payload, left = qcomp.feedback.compress(server, mean, server_owed[0])
+    server_owed[0] = np.asarray(left)
     return np.asarray(server.decompress(payload, like=mean))
 
 

@@ -30,7 +30,7 @@ class Peers:
     async def exchange(self, request: extend.Exchange) -> list[Any]:
         """Send each rank its buffer and return one from each, in the library of the sent buffers."""
         to_each = isinstance(request, extend.AllToAll)
-        send = request.send if to_each else (request.send,) * self.size
+        send: Any = request.send if to_each else (request.send,) * self.size
         async with asyncio.TaskGroup() as both:  # if ranks sent first and received later, all could block
             for peer in self._streams:
                 both.create_task(self._send(peer, extend.host_bytes(send[peer])))

@@ -38,7 +38,7 @@ def check_identical(weights: Any, comm: qcomp.comm.Communicator) -> None:
     """End with an error unless all ranks hold the same bytes."""
     digest = hashlib.sha256(np.asarray(weights).tobytes()).digest()
     others = comm.all_gather(np.frombuffer(digest, np.uint8), [len(digest)] * comm.size)
-    if any(other.tobytes() != digest for other in others):
+    if any(np.asarray(other).tobytes() != digest for other in others):
         raise SystemExit(f"rank {comm.rank}: the ranks hold different parameters")
     if comm.rank == 0:
         print(f"all {comm.size} ranks hold identical parameters: sha256 {digest.hex()[:16]}...")

@@ -229,7 +229,7 @@ def library(request: pytest.FixtureRequest) -> Library:
     return library_named(request.param)
 
 
-@pytest.fixture(params=[name for name in LIBRARIES if name != "jax"] + ON_A_GPU)
+@pytest.fixture(params=[*(name for name in LIBRARIES if name != "jax"), *ON_A_GPU])
 def float64_library(request: pytest.FixtureRequest) -> Library:
     """The libraries that support float64 by default: all but JAX."""
     return library_named(request.param)

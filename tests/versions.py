@@ -67,9 +67,9 @@ def try_case(python: str, case: str, arguments: list[str]) -> tuple[str, str]:
     shutil.rmtree(environment, ignore_errors=True)
     own = environment / "bin" / "python"
     constraints = "constraints-lowest.txt" if case == "lowest" else "constraints.txt"
-    pins = [] if case == "newest" else ["--constraint", ROOT / constraints]
+    pins = [] if case == "newest" else ["--constraint", str(ROOT / constraints)]
     subprocess.run([python, "-m", "venv", environment], check=True)
-    install = [own, "-m", "pip", "install", "--quiet", "--no-compile", *pins]
+    install = [str(own), "-m", "pip", "install", "--quiet", "--no-compile", *pins]
     if subprocess.run(
         [*install, "--editable", f"{ROOT}[{','.join(CASES[case])}]", *TOOLS], check=False
     ).returncode:
@@ -81,7 +81,7 @@ def try_case(python: str, case: str, arguments: list[str]) -> tuple[str, str]:
     shown = " ".join(f"{name} {versions[name]}" for name in NAMED if name in versions)
     marks = "not gpu and not nvrtc and not peers and not slow"
     tests = [
-        own,
+        str(own),
         "-m",
         "pytest",
         "-n",

@@ -17,4 +17,4 @@ def gather(comm: Communicator, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """
     sent = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     received = comm.all_gather(sent, [sent.size] * comm.size)
-    return np.stack([part.view(values.dtype).reshape(values.shape) for part in received])
+    return np.stack([np.asarray(part).view(values.dtype).reshape(values.shape) for part in received])

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qcomp.backends.registry import BUILT_IN, UnavailableError, load, load_coders, names
 from qcomp.core.kernels import Coders, KernelSet, chosen, use_chooser, use_kernels
@@ -148,7 +148,7 @@ def explain(x: Array) -> Choice:
     return Choice("pure", "; ".join(reasons) or f"there are no kernels for {library} arrays on {device}")
 
 
-def kind_of(x: Array) -> tuple[str, str]:
+def kind_of(x: Any) -> tuple[str, str]:
     """Return the library and the kind of device of an array: ``"cpu"``, ``"cuda"`` or another."""
     library = type(x).__module__.partition(".")[0].removesuffix("lib")
     if library == "cupy":

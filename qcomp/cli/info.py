@@ -163,11 +163,11 @@ def _kinds() -> Iterator[tuple[str, str, Callable[[str], Array | None]]]:
     yield "jax", _JAX_DEVICE, _of_jax
 
 
-def _of_numpy(name: str) -> Array | None:
+def _of_numpy(name: str) -> Any:
     return _empty("numpy", name)
 
 
-def _empty(library: str, name: str) -> Array | None:
+def _empty(library: str, name: str) -> Any:
     """Return an array of NumPy, or of CuPy, which takes the same dtypes."""
     dtype = name
     if name == "bfloat16":
@@ -178,21 +178,21 @@ def _empty(library: str, name: str) -> Array | None:
     return import_module(library).empty(1, dtype=dtype)
 
 
-def _of_torch(name: str, device: str) -> Array:
+def _of_torch(name: str, device: str) -> Any:
     torch = import_module("torch")
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device")
     return torch.zeros(1, dtype=getattr(torch, name), device=device)
 
 
-def _of_cupy(name: str) -> Array | None:
+def _of_cupy(name: str) -> Any:
     cupy = import_module("cupy")
     if not cupy.cuda.is_available():
         raise RuntimeError("cupy sees no CUDA device")
     return _empty("cupy", name)
 
 
-def _of_jax(name: str) -> Array | None:
+def _of_jax(name: str) -> Any:
     jax: Any = import_module("jax")
     if name == "float64" and not jax.config.jax_enable_x64:
         return None

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from qcomp.comm.buffers import from_host, stage_exchange, to_host
 from qcomp.comm.verbs import Completed, Pending, Verbs
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Owner, answer
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AuthenticatedCommunicator"]
 
-Array = Any
 
 _TAG_BYTES = 16
 _NONCE_BYTES = 16
@@ -98,7 +98,9 @@ class AuthenticatedCommunicator(Verbs):
         self._closed: str | None = None
         nonce = np.frombuffer(secrets.token_bytes(_NONCE_BYTES), dtype=np.uint8)
         nonces = comm.all_gather(nonce, [_NONCE_BYTES] * self.size)
-        self._key = hashlib.blake2b(b"".join(x.tobytes() for x in nonces), key=key, digest_size=32).digest()
+        self._key = hashlib.blake2b(
+            b"".join(np.asarray(x).tobytes() for x in nonces), key=key, digest_size=32
+        ).digest()
         self.all_gather(np.zeros(0, dtype=np.uint8), [0] * self.size)  # raises if keys differ
 
     def __repr__(self) -> str:

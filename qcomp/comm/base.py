@@ -1,11 +1,11 @@
 """The communicator's interface: moves byte buffers between ranks, independent of their contents."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
+
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["Communicator"]
-
-Array = Any
 
 
 @runtime_checkable

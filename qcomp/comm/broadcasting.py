@@ -6,11 +6,9 @@ from typing import Any
 from qcomp.core.broadcast import broadcast_stages
 from qcomp.core.handshake import handshake
 from qcomp.core.mean.stages import Transport, drive, require_communicator
-from qcomp.core.numeric.arrays import array_namespace, as_list, detached, dtype_name, itemsize
+from qcomp.core.numeric.arrays import Array, array_namespace, as_list, detached, dtype_name, itemsize
 
 __all__ = ["broadcast"]
-
-Array = Any
 
 
 def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> Any:

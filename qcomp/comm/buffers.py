@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import array_api_compat
 
-from qcomp.core.numeric.arrays import in_numpy
+from qcomp.core.numeric.arrays import Array, in_numpy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_buffer", "from_host", "to_host"]
 
-Array = Any
 
-
-def check_buffer(x: Array, *, name: str = "x") -> None:
+def check_buffer(x: Any, *, name: str = "x") -> None:
     """Raise unless `x` is a one-dimensional uint8 array of any Array API library.
 
     Examples
@@ -39,7 +37,7 @@ def check_buffer(x: Array, *, name: str = "x") -> None:
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
 
 
-def to_host(x: Array, *, name: str = "x") -> HostBuffer:
+def to_host(x: Any, *, name: str = "x") -> HostBuffer:
     """Return a buffer's bytes as a NumPy array in host memory.
 
     Parameters
@@ -102,7 +100,8 @@ def from_host(x: HostBuffer, like: Array) -> Array:
     array([0, 0], dtype=uint8)
     """
     xp = array_api_compat.array_namespace(like)
-    return xp.asarray(x, device=array_api_compat.device(like))
+    buffer: Array = xp.asarray(x, device=array_api_compat.device(like))
+    return buffer
 
 
 def stage_exchange(
@@ -111,8 +110,8 @@ def stage_exchange(
     *,
     rank: int,
     size: int,
-    stage: Callable[..., Array] = to_host,
-) -> tuple[list[Array], list[int]]:
+    stage: Callable[..., Any] = to_host,
+) -> tuple[list[Any], list[int]]:
     """Check one rank's arguments of an exchange; return the staged buffers to send and the sizes to receive.
 
     ``stage(x, name=...)`` checks a buffer and copies it to the memory that it is sent from, by default host memory.

@@ -13,10 +13,10 @@ import numpy as np
 
 from qcomp.comm.buffers import check_buffer, from_host, to_host
 from qcomp.comm.mpi_library import MPI
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["copy_of", "empty", "finish_queued", "is_on_device", "reads_devices", "stage", "to_library"]
 
-Array = Any
 
 _VARIABLE = "QCOMP_CUDA_AWARE_MPI"
 
@@ -53,7 +53,7 @@ def is_on_device(x: Array) -> bool:
     return bool(array_api_compat.is_cupy_array(x))
 
 
-def stage(x: Array, *, name: str) -> Array:
+def stage(x: Any, *, name: str) -> Any:
     """Return a buffer that MPI can read: unchanged on a CUDA device, otherwise in host memory."""
     if not is_on_device(x):
         return to_host(x, name=name)
@@ -63,7 +63,7 @@ def stage(x: Array, *, name: str) -> Array:
     return sys.modules["cupy"].ascontiguousarray(x)
 
 
-def empty(size: int, *, like: Array, staged: Array) -> Array:
+def empty(size: int, *, like: Any, staged: Any) -> Any:
     """Return a receive buffer for MPI in the same kind of memory as ``staged``; the result will be like ``like``."""
     if array_api_compat.is_torch_array(staged):
         return staged.new_empty((size,))
@@ -75,7 +75,7 @@ def empty(size: int, *, like: Array, staged: Array) -> Array:
     return np.empty(size, dtype=np.uint8)
 
 
-def finish_queued(buffers: Iterable[Array]) -> None:
+def finish_queued(buffers: Iterable[Any]) -> None:
     """Wait for the current streams of the devices of these buffers, since MPI ignores streams."""
     for x in {id(x): x for x in buffers}.values():
         if array_api_compat.is_torch_array(x):
@@ -85,11 +85,11 @@ def finish_queued(buffers: Iterable[Array]) -> None:
                 sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
-def copy_of(x: Array) -> Array:
+def copy_of(x: Any) -> Any:
     """Return a copy of a staged buffer."""
     return x.clone() if array_api_compat.is_torch_array(x) else x.copy()
 
 
-def to_library(x: Array, like: Array) -> Array:
+def to_library(x: Any, like: Array) -> Array:
     """Return received bytes as an array in the library and on the device of ``like``."""
     return x if is_on_device(x) else from_host(x, like=like)

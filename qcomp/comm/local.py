@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch, other_owners, told
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.reporting import name_ranks
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCommunicator", "run_local"]
 
-Array = Any
 Result = TypeVar("Result")
 
 _SLICE_SECONDS = 0.1

@@ -7,7 +7,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +21,10 @@ from qcomp.comm.patience import patience
 from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["MPICommunicator"]
 
-Array = Any
 
 _CHECK_SECONDS = 0.1
 

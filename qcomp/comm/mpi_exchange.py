@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from qcomp.comm.mpi_exit import FAILED_TAG, FINISHED_TAG, OWNER_TAG, send_all
 from qcomp.comm.mpi_library import MPI
 from qcomp.core.errors import CommunicatorError, MismatchError
 from qcomp.core.mean.stages import Owner, other_owners, told
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["MPIExchange", "poll"]
 
-Array = Any
 
 # A message's tag has its verb in the lowest bits and a part of the owner's digest in the others, so that a rank at
 # another place in the program is detected.

@@ -13,13 +13,12 @@ from qcomp.comm.headers import disagreement, header, header_size
 from qcomp.comm.verbs import Verbs
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllGather, Owner, answer
+from qcomp.core.numeric.arrays import Array
 
 if TYPE_CHECKING:
     from qcomp.comm.base import Communicator
 
 __all__ = ["NCCLCommunicator"]
-
-Array = Any
 
 
 class NCCLCommunicator(Verbs):
@@ -73,7 +72,7 @@ class NCCLCommunicator(Verbs):
         own = np.frombuffer(self._nccl.get_unique_id() if self.rank == 0 else b"", dtype=np.uint8)
         size = np.asarray([own.size], dtype=np.uint8)
         sizes = [int(x[0]) for x in comm.all_gather(size, [1] * self.size)]
-        identity = comm.all_gather(own, sizes)[0].tobytes()
+        identity = np.asarray(comm.all_gather(own, sizes)[0]).tobytes()
         try:
             self._ranks = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         except self._nccl.NcclError as error:
@@ -117,7 +116,7 @@ class NCCLCommunicator(Verbs):
         """Raise on every rank unless all call the same verb for the same owner with matching sizes."""
         message = header(verb, sent, expected)
         request = AllGather(message, (header_size(self.size),) * self.size, owner=owner)
-        problem = disagreement(answer(request, self._comm))
+        problem = disagreement(list(map(np.asarray, answer(request, self._comm))))
         if problem is not None:
             raise CommunicatorError(problem)
 

@@ -27,11 +27,11 @@ from qcomp.comm.verbs import Pending, Verbs, described
 from qcomp.comm.waiting import Waiter, Waiting
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch, require_communicator
+from qcomp.core.numeric.arrays import Array
 from qcomp.private_names.torch import default_store, timeout_of
 
 __all__ = ["TorchCommunicator", "over_ranks"]
 
-Array = Any
 
 _AT_ONCE = timedelta(milliseconds=1)
 _END_SECONDS = 1.0

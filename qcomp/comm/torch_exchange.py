@@ -16,11 +16,11 @@ from qcomp.comm.headers import disagreement, have_different_owners, header, head
 from qcomp.comm.torch_library import is_of_transport, torch, transport_errors
 from qcomp.core.errors import CommunicatorError, MismatchError
 from qcomp.core.mean.stages import Owner, other_owners, told
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.reporting import name_ranks
 
 __all__ = ["UNUSED_TAG", "TorchExchange"]
 
-Array = Any
 
 _HEADER_TAG, UNUSED_TAG, _OWNER_TAG = 0, 1, 2
 _PAYLOAD_TAGS = 3
@@ -306,7 +306,7 @@ def _tag(payload: Any) -> int:
     return int(_PAYLOAD_TAGS + payload.shape[0] % (2**31 - _PAYLOAD_TAGS))
 
 
-def _to_library(x: Any, like: Array) -> Array:
+def _to_library(x: Any, like: Any) -> Any:
     if array_api_compat.is_torch_array(like):
         # The stream orders copies to a GPU; copies from a GPU must finish before the caller reads.
         return x.to(like.device, non_blocking=not x.is_cuda)

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllToAll, Exchange, Owner
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["Completed", "Pending", "Verbs", "described"]
-
-Array = Any
 
 
 class Pending(Protocol):

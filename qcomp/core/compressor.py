@@ -11,6 +11,7 @@ from qcomp.core import primitives
 from qcomp.core.errors import PayloadError
 from qcomp.core.numeric.arrays import (
     Array,
+    Kind,
     compute_dtype_name,
     detached,
     dtype_name,
@@ -188,7 +189,7 @@ class Compressor(ABC):
         """
         return Payload(self.spec, math.prod(x.shape), compute_dtype_name(dtype_name(x.dtype)), data)
 
-    def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:
+    def decompress(self, payload: Payload, *, like: Kind, out: Kind | None = None) -> Kind:
         """Decompress a payload.
 
         Parameters
@@ -211,9 +212,9 @@ class Compressor(ABC):
         own.require_own(payload, like, "like")
         if out is not None:
             require_like(out, like)
-        return primitives.decode(own, payload, like, out=out)
+        return primitives.decode(own, payload, like, out=out)  # type: ignore[return-value]
 
-    def add(self, payload: Payload, total: Array) -> Array:
+    def add(self, payload: Payload, total: Kind) -> Kind:
         """Return ``total`` plus the decompressed payload; ``total`` is overwritten if it is mutable.
 
         Parameters
@@ -226,7 +227,7 @@ class Compressor(ABC):
         require_dense(total, "total")
         own = self.for_shape(tuple(total.shape))
         own.require_own(payload, total, "total")
-        return primitives.decode(own, payload, total, out=total, accumulate=True)
+        return primitives.decode(own, payload, total, out=total, accumulate=True)  # type: ignore[return-value]
 
     def require_own(self, payload: Payload, like: Array, argument: str) -> None:
         """Raise `PayloadError` unless this compressor makes such payloads for arrays like this one.

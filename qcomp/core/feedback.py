@@ -4,6 +4,7 @@ from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import (
     Array,
+    Kind,
     compute_dtype_name,
     detached,
     dtype_name,
@@ -19,11 +20,11 @@ __all__ = ["compensated", "compress", "require_contraction"]
 def compress(
     compressor: Compressor,
     x: Array,
-    residual: Array,
+    residual: Kind,
     *,
     key: Key | None = None,
     donate: bool = False,
-) -> tuple[Payload, Array]:
+) -> tuple[Payload, Kind]:
     """Compress x plus the residual, and return the compression error as the new residual.
 
     With p = fl(x + residual) and q = ``decompress(payload)``, the new residual is fl(p - q) bit for bit, where fl
@@ -76,8 +77,8 @@ def compress(
 
 
 def compensated(
-    compressor: Compressor, x: Array, residual: Array, *, key: Key | None = None, donate: bool = False
-) -> tuple[Payload, Array]:
+    compressor: Compressor, x: Array, residual: Kind, *, key: Key | None = None, donate: bool = False
+) -> tuple[Payload, Kind]:
     """Do what `compress` does, also once with a compressor that would diverge."""
     require_dense(x, "x")
     require_dense(residual, "residual")
@@ -91,7 +92,7 @@ def compensated(
     (x,) = detached([x])
     encoded = primitives.encode(compressor, x, residual, key, out=out)
     primitives.require_accepted(compressor, encoded)
-    return compressor.payload(x, encoded.data), encoded.residual
+    return compressor.payload(x, encoded.data), encoded.residual  # type: ignore[return-value]
 
 
 def require_contraction(compressor: Compressor) -> None:

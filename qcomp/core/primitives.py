@@ -656,7 +656,7 @@ def take_low_rank(
         ``flush(matrix - product)``, in the buffer of ``matrix`` where that can be written to.
     """
     xp = array_namespace(matrix)
-    product = empty_like(matrix) if out is None else out
+    product: Any = empty_like(matrix) if out is None else out
     rows, columns = left.shape[1], right.shape[1]
     if product is None or not is_mutable(matrix):
         whole = low_rank.outer_product(left, right)

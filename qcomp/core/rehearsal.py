@@ -48,9 +48,9 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low
     if steps:
         _step(x)
     if low_rank:
-        values = to_compute_dtype(x)
-        matrix, _ = primitives.compensate(values, values, what="a rehearsal", out=empty_like(values))
-        row = array_namespace(values).reshape(values, (1, _SIZE))
+        wide = to_compute_dtype(x)
+        matrix, _ = primitives.compensate(wide, wide, what="a rehearsal", out=empty_like(wide))
+        row = array_namespace(wide).reshape(wide, (1, _SIZE))
         primitives.take_low_rank(row[:, :1], row, matrix)
 
 

@@ -21,7 +21,7 @@ from qcomp.core.numeric.arrays import is_traced
 
 __all__ = ["TracedKernels"]
 
-Array = Any
+Array = Any  # as the functions of JAX take it
 Result = TypeVar("Result")
 
 

@@ -26,13 +26,11 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh_state import MeshState, Residuals
+from qcomp.jax.packing import Array
 from qcomp.jax.spmd import SpmdMean, SpmdPowerSGDMean, drive
-from qcomp.jax.trees import Tree
+from qcomp.jax.trees import PyTree, Tree
 
 __all__ = ["MeshMean"]
-
-PyTree = Any
-Array = Any
 
 
 @dataclass(frozen=True)
@@ -286,7 +284,9 @@ class MeshMean:
             request = self._compression.average(tensors, state, key, blends)
         with use_kernels(TracedKernels(step)):
             means = drive(request.stages(), self.axis_name)
-        held = [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else list(means.values)
+        held: list[Any] = (
+            [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else list(means.values)
+        )
         own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
         accepted = self._everywhere(own)
         if accepted is not own or len(request.parts) > 1:  # otherwise those of the one part are NaN already
@@ -348,7 +348,7 @@ class MeshMean:
                 "partition_specs says. After a change of the mesh, take the residuals of a new init"
             )
         # By name, since JAX sorts the keys of a dict.
-        found = [residuals.worker[name] for name in names if residuals.worker], residuals.server
+        found: Any = [residuals.worker[name] for name in names if residuals.worker], residuals.server
         worker, server = (tuple(jnp.reshape(e, e.shape[1:]) for e in owed) for owed in found)
         shapes = tuple(tuple(t.shape) for t, exact in zip(tensors, state.exact, strict=True) if not exact)
         return MeanState(0, state.size, worker, server, shapes if worker else (), (), self.topology)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-__all__ = ["MeshState", "Residuals", "partition_specs"]
+from qcomp.core.numeric.arrays import Array
+from qcomp.jax.trees import PyTree
 
-PyTree = Any
-Array = Any
+__all__ = ["MeshState", "Residuals", "partition_specs"]
 
 
 class Residuals(NamedTuple):

@@ -32,13 +32,11 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals
-from qcomp.jax.packing import cut
-from qcomp.jax.trees import Tree
+from qcomp.jax.packing import Array, cut
+from qcomp.jax.trees import PyTree, Tree
 
 __all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
 
-PyTree = Any
-Array = Any
 
 _Moved = tuple[Array, Array, Array, Residuals, Array]
 """Directions, momenta and variances, each of all parameters as one vector; residuals; whether the step was accepted."""
@@ -374,7 +372,7 @@ def _floored(variance: Array, like: Sequence[Array], exact: Sequence[bool], floo
             of_size[part.size].append(index)
     for size, indexes in of_size.items():
         rows = jnp.stack([parts[i] for i in indexes])
-        raised = jax.vmap(lambda v: floored([v], [False], floor)[0])(rows)
+        raised: Any = jax.vmap(lambda v: floored([v], [False], floor)[0])(rows)
         for index, part in zip(indexes, cut(jnp.ravel(raised), [size] * len(indexes)), strict=True):
             parts[index] = part
     return jax.lax.concatenate(parts, 0)

@@ -8,11 +8,9 @@ from typing import Any
 from qcomp.core.mean.stages import Transport
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.state import OptimizerState
-from qcomp.jax.trees import OnTrees, Tree
+from qcomp.jax.trees import OnTrees, PyTree, Tree
 
 __all__ = ["PytreeOuterLoop"]
-
-PyTree = Any
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from qcomp.jax.kernels import TracedKernels
 
 __all__ = ["PackedCodec", "cut"]
 
-Array = Any
+Array = Any  # as the functions of JAX take it
 Rank = Any
 """The number of a device, as a traced integer."""
 Table = np.ndarray[Any, Any]
@@ -246,7 +246,7 @@ class _Fields(NamedTuple):
                 end += count * width
         return cls(counts, firsts, end)
 
-    def joined(self, encoded: Mapping[_Kind, Encoded], verdict: Array) -> Array:
+    def joined(self, encoded: Mapping[_Kind, Any], verdict: Array) -> Array:
         """Return the bytes of all fields, followed by a verdict."""
         parts = [
             jnp.ravel(encoded[kind].data[:, place])
@@ -329,7 +329,8 @@ class PackedCodec(Codec):
             return super().average(opened, places, divisor=divisor)
         packing = _Packing([opened[0].frame])
         fields = _Fields.of(packing.counts)
-        messages = jnp.stack([one.message for one in opened])
+        of_ranks: list[Any] = [one.message for one in opened]
+        messages = jnp.stack(of_ranks)
         data = _moved(messages, [packing.payloads(fields)], fields.nbytes)
 
         def average() -> dict[_Kind, Array]:
@@ -423,7 +424,7 @@ class PackedCodec(Codec):
         new = _rows_to_chunk(_residuals(encoded), residuals, packings, counts, rank)
         return Compressed((message,), new, None)
 
-    def _verdict_of(self, encoded: Iterable[Encoded]) -> Array:
+    def _verdict_of(self, encoded: Iterable[Any]) -> Array:
         """Return the verdict on all rows, uint8 of shape (1,)."""
         found = [e._replace(refused=jnp.ravel(e.refused)) for e in encoded if e.refused is not None]
         return self._verdict(found)
@@ -574,7 +575,7 @@ def _encoded(kind: _Kind, values: Array, residual: Array | None, key: Key, numbe
     return encoded
 
 
-def _residuals(encoded: Mapping[_Kind, Encoded]) -> dict[_Kind, Array]:
+def _residuals(encoded: Mapping[_Kind, Any]) -> dict[_Kind, Array]:
     """Return the new residuals of the rows of each kind, flat."""
     return {kind: jnp.ravel(e.residual) for kind, e in encoded.items() if e.residual is not None}
 

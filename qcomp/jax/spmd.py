@@ -30,14 +30,13 @@ from qcomp.core.mean.stages import AllToAll, Exchange, Stages
 from qcomp.core.mean.topologies.all_gather import GatherAll
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
-from qcomp.core.numeric.arrays import concat
+from qcomp.core.numeric.arrays import Array, concat
 from qcomp.core.numeric.low_rank import first_factor
 from qcomp.core.numeric.random import Key
 from qcomp.jax.packing import PackedCodec, cut
 
 __all__ = ["TOPOLOGIES", "SpmdMean", "SpmdPowerSGDMean", "drive"]
 
-Array = Any
 Result = TypeVar("Result")
 
 
@@ -62,8 +61,9 @@ def drive(stages: Stages[Result], axis_name: str) -> Result:
 
 
 def _answer(request: Exchange, axis_name: str) -> list[Array]:
+    send: Any = request.send
     if isinstance(request, AllToAll):
-        rows = jax.lax.all_to_all(jnp.stack(request.send), axis_name, split_axis=0, concat_axis=0)
+        rows = jax.lax.all_to_all(jnp.stack(send), axis_name, split_axis=0, concat_axis=0)
     else:  # what all devices hold alike may leave a shard_map as one value; jax.vmap knows no such types
         in_shard_map = axis_name in jax.sharding.get_abstract_mesh().manual_axes
         rows = jax.lax.all_gather(request.send, axis_name, to="invarying" if in_shard_map else "varying")
@@ -83,7 +83,7 @@ class _PaddedFrame(Frame):
 
     def join(self, payloads: Sequence[Array], verdict: Array) -> Array:
         """Return the message of these payloads."""
-        message = super().join(payloads, verdict)
+        message: Any = super().join(payloads, verdict)
         return jnp.pad(message, (0, self.length - message.shape[0]))
 
 
@@ -164,8 +164,10 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
 
 def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Array:
     """Return a server's message; its verdict refuses if that of any message that arrived there does."""
-    told = jnp.max(concat(list(verdicts.require_accepted(compressed.error))))
-    return compressed.messages[0].at[own.offsets[-1]].max(told)
+    told: Any = concat(list(verdicts.require_accepted(compressed.error)))
+    message: Any = compressed.messages[0]
+    joined: Array = message.at[own.offsets[-1]].max(jnp.max(told))
+    return joined
 
 
 def _require_no_axis_of_the_compiler(axis_name: str) -> None:
@@ -248,9 +250,10 @@ class SpmdPowerSGDMean(PowerSGDMean):
     def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
         """Return the one round of a call."""
         begun = []
+        kept: Any
         for matrix, kept in zip(self._matrices(state.shapes), state.server, strict=True):
             rows = jnp.reshape(kept, (matrix.rank, matrix.columns))
-            first = first_factor(matrix.rank, matrix.columns, kept)
+            first: Any = first_factor(matrix.rank, matrix.columns, kept)
             begun.append(jnp.ravel(jnp.where(jnp.any(rows != 0, axis=-1, keepdims=True), rows, first)))
         return super().begin(x, state._replace(server=tuple(begun)), terms)
 

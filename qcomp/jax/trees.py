@@ -16,16 +16,15 @@ import jax
 from qcomp.core.handshake import handshake
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.stages import Transport
-from qcomp.core.numeric.arrays import is_traced
+from qcomp.core.numeric.arrays import Array, is_traced
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.replica import Loaded, Replica
 from qcomp.core.state import OptimizerState
 
-__all__ = ["OnTrees", "PytreeMean", "PytreeMeanState", "PytreeOptimizer", "Tree", "names_of"]
+__all__ = ["OnTrees", "PyTree", "PytreeMean", "PytreeMeanState", "PytreeOptimizer", "Tree", "names_of"]
 
 PyTree = Any
-Array = Any
 
 
 class Tree(NamedTuple):

@@ -13,11 +13,10 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.payload import Payload
-from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, Vector, has_dtype, library_name, to_library, to_numpy
 
 __all__ = ["Case", "Encoding"]
 
-Array = np.ndarray[Any, Any]
 Source = Callable[[Key, Block], Any]
 
 
@@ -26,8 +25,8 @@ class Encoding(NamedTuple):
 
     data: bytes
     """The payload."""
-    decoded: Array
-    residual: Array
+    decoded: Vector
+    residual: Vector
     """The residual after error feedback; zeros without feedback."""
 
 
@@ -52,18 +51,18 @@ class Case:
         """The same compressor on NumPy."""
         return Case(self.compressor, np, thorough=self.thorough)
 
-    def array(self, values: Array, dtype: str | None = None) -> Any:
+    def array(self, values: Vector, dtype: str | None = None) -> Any:
         """Return a NumPy array in the library of the case, in the same dtype unless another is given."""
         return to_library(self.xp, values, dtype)
 
-    def compress(self, x: Array, *, key: Key = Key(seed=1), source: Source | None = None) -> Encoding:  # noqa: B008
+    def compress(self, x: Vector, *, key: Key = Key(seed=1), source: Source | None = None) -> Encoding:  # noqa: B008
         """Compress and decompress x."""
         return self._run([self.array(x)], key, source)
 
     def compress_with_feedback(
         self,
-        x: Array,
-        residual: Array,
+        x: Vector,
+        residual: Vector,
         *,
         key: Key = Key(seed=1),  # noqa: B008
         dtype: str | None = None,
@@ -121,7 +120,7 @@ class Case:
         """The dtypes that the library can compute in."""
         return ("float32", "float64") if has_dtype(self.xp, "float64") else ("float32",)
 
-    def takes(self, x: Array) -> bool:
+    def takes(self, x: Vector) -> bool:
         """Return whether the compressor accepts the values of x, that is, does not raise its documented error."""
         if float(np.max(np.abs(x), initial=0.0)) < 8:
             return True  # ordinary values must be accepted
@@ -131,13 +130,13 @@ class Case:
             return False
         return True
 
-    def decoded(self, x: Array, key: Key) -> Array:
+    def decoded(self, x: Vector, key: Key) -> Vector:
         """Compress x, of any dtype, and return the decompressed values in float64."""
         array = self.array(x)
         payload = self.compressor.compress(array, key=key)
         return to_numpy(self.compressor.decompress(payload, like=array)).astype(np.float64)
 
-    def payload(self, x: Array, key: Key = Key(seed=1)) -> Payload:  # noqa: B008
+    def payload(self, x: Vector, key: Key = Key(seed=1)) -> Payload:  # noqa: B008
         """Return the payload itself."""
         array = self.array(x)
         if self.jit:

@@ -11,11 +11,10 @@ import numpy as np
 from qcomp.comm.base import Communicator
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages, drive, pipeline
-from qcomp.testing.libraries import Namespace, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, Vector, to_library, to_numpy
 
 __all__ = ["COMMUNICATOR_LAWS", "another_size_closes_it"]
 
-Vector = np.ndarray[Any, Any]
 _SCALES = (0, 1, 333, 333, 1_250_003)
 """Factors for message sizes: nothing, a few bytes, the same messages again, and 5 MB, which travel in many pieces."""
 

@@ -47,7 +47,7 @@ def servers_refuse_too(world: Peers) -> None:
         mean = world.mean(spec)
         _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
         for rank, state in enumerate(states):
-            if not any(r.size for r in state.server):
+            if not any(len(r) for r in state.server):
                 continue
             bad = tuple(np.full_like(r, np.nan) for r in state.server)
             broken = [s._replace(server=bad) if s is state else s for s in states]

@@ -23,7 +23,7 @@ __all__ = [
     "vectors",
 ]
 
-Vector = np.ndarray[Any, np.dtype[np.float32]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 FAMILIES = (
     "gaussian",
@@ -61,7 +61,7 @@ def sizes(bucket_size: int) -> tuple[int, ...]:
     return tuple(sorted({0, 1, 7, 8, 9, b - 1, b, b + 1, 2 * b + 5}))
 
 
-def vector(family: str, size: int, seed: int) -> Vector:
+def vector(family: str, size: int, seed: int) -> Floats:
     """Return a vector of a family; the same arguments give the same vector."""
     rng = np.random.default_rng([seed, size, FAMILIES.index(family)])
     normal = rng.standard_normal(size)
@@ -98,7 +98,7 @@ _CHANGES: dict[str, Callable[[np.ndarray[Any, Any], np.random.Generator], np.nda
 """The families that are functions of normal values and a generator."""
 
 
-def adversarial(size: int) -> Vector:
+def adversarial(size: int) -> Floats:
     """Return vectors that are hard to compress, as an array of shape (count, size)."""
     rng = np.random.default_rng([size, 77])
     rows = [vector(family, size, 5).astype(np.float64) for family in FAMILIES if family != "subnormal"]
@@ -125,7 +125,7 @@ def adversarial(size: int) -> Vector:
     return found[np.any(flushed(found) != 0, axis=1)]
 
 
-def at_every_scale(size: int, most: int) -> Vector:
+def at_every_scale(size: int, most: int) -> Floats:
     """Return normal values times powers of two up to the largest accepted magnitude, at most ``most`` elements.
 
     The shape is (count, size).
@@ -137,7 +137,7 @@ def at_every_scale(size: int, most: int) -> Vector:
     return flushed(rows.clip(-(2.0**99.9), 2.0**99.9).astype(np.float32))
 
 
-def doubles(x: Vector, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+def doubles(x: Floats, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return x in float64 with random values in the bits that float32 lacks."""
     rng = np.random.default_rng([seed, x.size, 78])
     return x.astype(np.float64) * (1 + rng.random(x.size) * 2.0**-23)
@@ -148,7 +148,7 @@ def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.where(np.abs(x) < TINY, np.zeros_like(x), x)
 
 
-def rounded(x: Vector, dtype: str) -> Vector:
+def rounded(x: Floats, dtype: str) -> Floats:
     """Return x rounded to the nearest float16 or bfloat16, ties to even, in float32."""
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
@@ -157,7 +157,7 @@ def rounded(x: Vector, dtype: str) -> Vector:
     return half.view(np.float32).reshape(x.shape)
 
 
-def drawn(of_sizes: tuple[int, ...], count: int) -> list[Vector]:
+def drawn(of_sizes: tuple[int, ...], count: int) -> list[Floats]:
     """Return vectors of these sizes, the same in every call: each of a family, with a few elements replaced."""
     found = []
     for number in range(count):
@@ -172,7 +172,7 @@ def drawn(of_sizes: tuple[int, ...], count: int) -> list[Vector]:
 
 
 @st.composite
-def vectors(draw: st.DrawFn, of_sizes: tuple[int, ...]) -> Vector:
+def vectors(draw: st.DrawFn, of_sizes: tuple[int, ...]) -> Floats:
     """Draw a vector of one of the sizes: from a family, with a few elements replaced by special or arbitrary values."""
     size = draw(st.sampled_from(of_sizes))
     x = vector(draw(st.sampled_from(FAMILIES)), size, draw(st.integers(0, 2**16)))

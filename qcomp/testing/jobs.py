@@ -10,7 +10,7 @@ import numpy as np
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
-from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, Vector, library_name, to_library, to_numpy
 from qcomp.testing.means import owed
 from qcomp.testing.turns import lockstep
 
@@ -32,7 +32,6 @@ SHAPES = ((110, 110), (40,), (7, 5), (), (0, 3))
 """A tensor that the default policy compresses, small ones, a scalar, and one without elements."""
 NAMES = ("layer.weight", "layer.bias", "small", "scale", "empty")
 STEPS = 12
-Vector = np.ndarray[Any, Any]
 
 
 def gradients(rank: int, step: int, dtype: str = "float32") -> list[Vector]:

@@ -31,13 +31,12 @@ from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_low_rank, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
-from qcomp.testing.libraries import Namespace, has_dtype, library_name, to_library, to_numpy
+from qcomp.testing.libraries import Namespace, Vector, has_dtype, library_name, to_library, to_numpy
 from qcomp.testing.promises import Attempt, Contract
 from qcomp.testing.state_laws import FilesOfAuthor, interrupted
 
 __all__ = ["check_kernels", "kernel_contract"]
 
-Vector = np.ndarray[Any, Any]
 
 COMPRESSORS: tuple[Compressor, ...] = (
     Identity(),
@@ -515,10 +514,11 @@ def _check_buffers(kernels: KernelSet, xp: Namespace) -> None:
         if not kernels.takes(x):
             return
         with use_kernels(kernels):
-            one, two = primitives.empty_like(x), primitives.empty_like(x)
+            buffers: list[Any] = [primitives.empty_like(x), primitives.empty_like(x)]
+        one, two = buffers
         if one is None or two is None:  # arrays are immutable
             continue
-        for buffer in (one, two):
+        for buffer in buffers:
             found = tuple(buffer.shape)
             assert found == shape, f"empty_like has shape {found}; expected {shape}"
             assert buffer.dtype == x.dtype, f"empty_like has dtype {buffer.dtype}; expected {x.dtype}"

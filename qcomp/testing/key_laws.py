@@ -4,18 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import vector
-from qcomp.testing.libraries import to_numpy
+from qcomp.testing.libraries import Vector, to_numpy
 
 __all__ = ["draws_are_independent", "key_names_the_draws", "no_key_repeats"]
 
-Array = np.ndarray[Any, Any]
 
 _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
@@ -237,7 +235,7 @@ def _require_independent(plain: Case) -> None:
         )
 
 
-def _check_shifts(errors: Array, x: Array, part: str, by_chance: float) -> None:
+def _check_shifts(errors: Vector, x: Vector, part: str, by_chance: float) -> None:
     """Check that no row of errors is correlated with the next one after a shift by any number of elements.
 
     The deviation by chance is that over all shifts, or the largest correlation under unrelated keys: few draws for all
@@ -251,11 +249,11 @@ def _check_shifts(errors: Array, x: Array, part: str, by_chance: float) -> None:
         )
 
 
-def _largest_after_shifts(errors: Array, x: Array) -> float:
+def _largest_after_shifts(errors: Vector, x: Vector) -> float:
     return max((float(abs(found[shift])) for found, shift in _after_shifts(errors, x)), default=0.0)
 
 
-def _after_shifts(errors: Array, x: Array) -> Iterator[tuple[Array, int]]:
+def _after_shifts(errors: Vector, x: Vector) -> Iterator[tuple[Vector, int]]:
     """Yield the correlations of each row with the next one after every shift, and the shift with the largest."""
     of_magnitudes = errors * np.sign(x)  # an error may depend on the draw with the sign of its element
     for signed in (errors, of_magnitudes):
@@ -293,15 +291,15 @@ def _check_neighbours(case: Case) -> None:
         )
 
 
-def _width(errors: Array) -> Array:
+def _width(errors: Vector) -> Vector:
     """Return how many errors each row has, where small ones hardly count: (sum e^2)^2 / sum e^4."""
-    fourth: Array = np.maximum(np.sum(errors**4, axis=1), 1e-300)
-    found: Array = np.sum(errors**2, axis=1) ** 2 / fourth
+    fourth: Vector = np.maximum(np.sum(errors**4, axis=1), 1e-300)
+    found: Vector = np.sum(errors**2, axis=1) ** 2 / fourth
     return found
 
 
-def _correlations(errors: Array) -> Array:
+def _correlations(errors: Vector) -> Vector:
     """Return the correlations of all pairs of rows of errors."""
     norms = np.sqrt(np.maximum(np.sum(errors**2, axis=1), 1e-300))
-    correlations: Array = errors @ errors.T / np.outer(norms, norms)
+    correlations: Vector = errors @ errors.T / np.outer(norms, norms)
     return correlations

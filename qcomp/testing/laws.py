@@ -36,7 +36,7 @@ from qcomp.testing.form_laws import (
 )
 from qcomp.testing.inputs import LONGEST_BUCKET, sizes, vector
 from qcomp.testing.key_laws import draws_are_independent, key_names_the_draws, no_key_repeats
-from qcomp.testing.libraries import has_dtype, to_numpy
+from qcomp.testing.libraries import Vector, has_dtype, to_numpy
 from qcomp.testing.memory_laws import any_layout, nothing_is_shared, pure, results_into_buffers
 from qcomp.testing.moment_laws import unbiased, unbiased_at_every_size, unbiased_to_the_last_draw
 from qcomp.testing.payload_laws import damaged_payload_is_an_error, payload_size
@@ -52,7 +52,6 @@ from qcomp.testing.worst_cases import contraction, variance_bound
 
 __all__ = ["FORM_LAWS", "LAWS", "MEAN_LAWS", "STATE_LAWS", "VALUE_LAWS", "VECTOR_LAWS"]
 
-Vector = np.ndarray[Any, Any]
 
 _BESIDE_PADDING = 0.1
 """Loss of a tail whose last element shares a code with padding; a lost element loses more."""
@@ -145,7 +144,7 @@ def fields_by_bucket(case: Case) -> None:
         pieces = (x, 0), (x[: cut * bucket], 0), (x[cut * bucket :], cut)
         whole, first, second = (own.encode(piece, Key(seed=1, bucket=number)) for piece, number in pieces)
         for name, field in whole.items():
-            assert np.concatenate([first[name], second[name]]).tobytes() == field.tobytes(), (
+            assert np.concatenate([first[name], second[name]]).tobytes() == np.asarray(field).tobytes(), (
                 f"fields_by_bucket is True, and {name!r} of {size} elements is not that of the first {cut} bucket(s) "
                 "and that of the others"
             )
@@ -212,7 +211,7 @@ def _require_tail_as_good(
 def _require_zero_codes(compressor: BucketedCompressor, size: int) -> None:
     """Check that the codes behind the last element are zero."""
     bucket = compressor.traits.bucket_size
-    codes = compressor.encode(np.ones(size, dtype=np.float32), Key(seed=1))["codes"]
+    codes = np.asarray(compressor.encode(np.ones(size, dtype=np.float32), Key(seed=1))["codes"])
     *_, last = blocks(size, bucket, compressor.length_of)
     packed = codes[-(last.rows * last.length * compressor.bits // 8) :].reshape(last.rows, -1)
     padding = unpack(packed, compressor.bits)[-1, last.filled :]

@@ -7,7 +7,7 @@ import numpy as np
 
 from qcomp.core.numeric.arrays import array_namespace, dtype_name, host_bytes, itemsize
 
-__all__ = ["dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_library", "to_numpy"]
+__all__ = ["Vector", "dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_library", "to_numpy"]
 
 
 class _ReadOnlyNumPy:
@@ -26,6 +26,7 @@ class _ReadOnlyNumPy:
 read_only_numpy = _ReadOnlyNumPy()
 """Pass as ``xp`` to `check_compressor` to find a compressor that writes into its input."""
 
+Vector = np.ndarray[Any, Any]
 Namespace = ModuleType | _ReadOnlyNumPy
 
 

@@ -12,11 +12,10 @@ from qcomp.core.numeric.arrays import array_namespace, compute_dtype_name, dtype
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, vector
-from qcomp.testing.libraries import has_dtype, library_name, to_numpy
+from qcomp.testing.libraries import Vector, has_dtype, library_name, to_numpy
 
 __all__ = ["any_layout", "nothing_is_shared", "pure", "results_into_buffers"]
 
-Array = np.ndarray[Any, Any]
 
 _KEY = Key(seed=1, step=4, rank=2)
 
@@ -30,7 +29,7 @@ def _dtypes(case: Case) -> list[str]:
     return [name for name in ("float32", "float64", "float16", "bfloat16") if has_dtype(case.xp, name)]
 
 
-def _layouts(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
+def _layouts(case: Case, x: Vector, dtype: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield names, arrays with the elements of x in several layouts, and their whole memory."""
     plain = case.array(x, dtype)
     yield "a separate array", plain, plain
@@ -43,7 +42,7 @@ def _layouts(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]
         yield "an array read backwards", backwards[::-1], backwards
 
 
-def _matrices(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
+def _matrices(case: Case, x: Vector, dtype: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield a matrix in C order, and one in Fortran order, with the same elements."""
     rows = x[: x.size // 3 * 3].reshape(3, -1)
     c_order, transposed = case.array(rows.copy(), dtype), case.array(rows.T.copy(), dtype)
@@ -51,7 +50,7 @@ def _matrices(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]
     yield "a matrix in Fortran order", transposed.T, transposed
 
 
-def _tensors(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]:
+def _tensors(case: Case, x: Vector, dtype: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield a tensor of four axes in C order, and one with the channels last in memory, with the same elements."""
     tensor = x[: min(x.size, 1500) // 30 * 30].reshape(-1, 5, 2, 3)
     c_order, last = case.array(tensor.copy(), dtype), case.array(tensor.transpose(0, 2, 3, 1).copy(), dtype)
@@ -59,7 +58,7 @@ def _tensors(case: Case, x: Array, dtype: str) -> Iterator[tuple[str, Any, Any]]
     yield "a tensor with the channels last", array_namespace(last).permute_dims(last, (0, 3, 1, 2)), last
 
 
-def _kinds(case: Case) -> tuple[Callable[[Case, Array, str], Iterator[tuple[str, Any, Any]]], ...]:
+def _kinds(case: Case) -> tuple[Callable[[Case, Vector, str], Iterator[tuple[str, Any, Any]]], ...]:
     """Return the functions that lay out an array; JAX compiles for every shape, and none of its arrays is a view."""
     few = (_layouts, _matrices)
     return few if library_name(case.xp) == "jax.numpy" else (*few, _tensors)

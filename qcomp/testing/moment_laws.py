@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -11,11 +10,11 @@ from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import LONGEST_BUCKET, flushed, vector
+from qcomp.testing.libraries import Vector
 from qcomp.testing.worst_cases import HITS, row_length
 
 __all__ = ["unbiased", "unbiased_at_every_size", "unbiased_to_the_last_draw"]
 
-Array = np.ndarray[Any, Any]
 
 _SUSPICIOUS, _CERTAIN = 4.2, 6.0
 """Deviations in standard errors: from the first on more samples are drawn, from the second on the law is broken."""
@@ -64,7 +63,7 @@ _FAMILIES = (
 class _Situation:
     """A vector and the keys under which it is compressed repeatedly."""
 
-    x: Array
+    x: Vector
     key: Key
     calls: int
     what: str
@@ -122,7 +121,7 @@ def _require_equal(case: Case) -> None:
                 )
 
 
-def _values(family: str, size: int, seed: int) -> Array:
+def _values(family: str, size: int, seed: int) -> Vector:
     if family != "close":
         return vector(family, size, seed)
     x = vector("gaussian", size, seed)  # just below the largest, where a probability may be rounded up to 1
@@ -192,7 +191,7 @@ _DIRECTIONS = tuple(
 )
 
 
-def _directions(v: Array, unit: int) -> Array:
+def _directions(v: Vector, unit: int) -> Vector:
     """Return the directions in which the mean is tested, of shape (count, n)."""
     index = np.arange(v.size)
     magnitude, start = np.abs(v), index % unit
@@ -213,7 +212,7 @@ def _directions(v: Array, unit: int) -> Array:
     return np.concatenate([where * np.sign(v), where, where * v])
 
 
-def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Array, Array]:
+def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Vector, Vector]:
     """Return the deviation of the mean in each direction, in standard errors and as a fraction of v.
 
     ``unseen`` is the largest error, relative to the largest magnitude, that an element may have too rarely to be
@@ -329,8 +328,8 @@ def _draws_decide_about_their_element(case: Case) -> bool:
     x = vector("gaussian", 2 * row_length(bucket), 6)
     asked: list[tuple[Key, Block]] = []
 
-    def decoded(chosen: int | None) -> Array:
-        def source(key: Key, block: Block) -> Array:
+    def decoded(chosen: int | None) -> Vector:
+        def source(key: Key, block: Block) -> Vector:
             asked.append((key, block))
             elements = block.start + np.arange(block.rows * block.filled).reshape(block.rows, -1)
             draws = np.full((block.rows, block.length), 30_000.0, dtype=np.float32)
@@ -363,7 +362,7 @@ def _is_asked_twice(asked: list[tuple[Key, Block]], size: int) -> bool:
     return count > size
 
 
-def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
+def _enumerate(case: Case) -> Iterator[tuple[Vector, Vector]]:
     """Yield sets of eight values, each with the results for every draw.
 
     The eight values repeat through the vector, so that every bucket has the same scales; copy c of a value
@@ -372,7 +371,7 @@ def _enumerate(case: Case) -> Iterator[tuple[Array, Array]]:
     case = case.plain
     bucket = case.compressor.traits.bucket_size
 
-    def source(_: Key, block: Block) -> Array:
+    def source(_: Key, block: Block) -> Vector:
         # Numbered per bucket, since a compressor may pad its buckets.
         buckets = block.first_bucket + np.arange(block.rows)[:, None]
         elements = buckets * bucket + np.arange(block.length)

@@ -9,11 +9,9 @@ from qcomp.core.numeric.arrays import array_namespace, device
 from qcomp.core.payload import Payload
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import flushed, sizes, tested_bucket, vector
-from qcomp.testing.libraries import to_numpy
+from qcomp.testing.libraries import Vector, to_numpy
 
 __all__ = ["announced_length", "coder_loses_nothing", "damaged_payload_is_an_error", "payload_size"]
-
-Vector = np.ndarray[Any, Any]
 
 
 def payload_size(case: Case) -> None:

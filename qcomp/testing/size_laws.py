@@ -1,17 +1,16 @@
 """The law about vectors of more than 2^16 and 2^20 elements whose buckets are too long to be cut."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import vector
+from qcomp.testing.libraries import Vector
 
 __all__ = ["large_vectors"]
 
-Array = np.ndarray[Any, Any]
 
 _SIZES = (70_001, (1 << 20) + 4099)
 """Places behind 2^16, and behind 2^20."""
@@ -40,7 +39,7 @@ def large_vectors(case: Case) -> None:
         _require_bounds(plain, vector("gaussian", size, 22), f"{size} gaussian values", calls)
 
 
-def _spikes(size: int) -> Iterator[Array]:
+def _spikes(size: int) -> Iterator[Vector]:
     """Yield two sparse vectors with the same values: near the first element, and in all parts of the vector."""
     values = np.asarray([3.0, -2.0, 2.5, -2.75, 2.25, -3.25], dtype=np.float32)
     places = [5, 65_541, 66_000, size // 2 + 65_537 if size > 1 << 20 else 69_000, size - 300, size - 1]
@@ -50,7 +49,7 @@ def _spikes(size: int) -> Iterator[Array]:
         yield x
 
 
-def _losses(case: Case, x: Array, calls: int) -> tuple[float, float, float, float]:
+def _losses(case: Case, x: Vector, calls: int) -> tuple[float, float, float, float]:
     """Return the mean of ||C(v) - v||^2 / ||v||^2 and its deviation, and these of <C(v), v> / ||v||^2."""
     v = x.astype(np.float64)
     energy = float(v @ v)
@@ -61,7 +60,7 @@ def _losses(case: Case, x: Array, calls: int) -> tuple[float, float, float, floa
     return float(lost.mean()), float(lost.std()), float(along.mean()), float(along.std())
 
 
-def _require_bounds(case: Case, x: Array, what: str, calls: int) -> None:
+def _require_bounds(case: Case, x: Vector, what: str, calls: int) -> None:
     traits = case.compressor.traits
     lost, deviation, along, spread = _losses(case, x, calls)
     lost_before, *_ = _losses(case, x[:5000], 1)

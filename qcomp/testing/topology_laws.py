@@ -130,7 +130,7 @@ def residuals_as_laid_out(world: Peers) -> None:
         for name, residuals, ranges in (("worker", state.worker, worker), ("server", state.server, server)):
             found, wanted = [r.shape for r in residuals], [(s.size,) for s in ranges]
             assert found == wanted, f"the {name} residuals have shapes {found}; the layout says {wanted}"
-        assert not any(r.any() for r in (*state.worker, *state.server)), "first residuals are not zero"
+        assert not any(np.any(r) for r in (*state.worker, *state.server)), "first residuals are not zero"
         for part in server:
             served[part.tensor][part.start : part.stop] += 1
     counts = {int(count) for counts in served for count in counts}
@@ -474,7 +474,7 @@ def residuals_are_used(world: Peers) -> None:
     expected = average(mean, world.values(1), states, Key(step=1))
     for rank, state in enumerate(states):
         for kind in ("worker", "server"):
-            if not any(r.any() for r in getattr(state, kind)):
+            if not any(np.any(r) for r in getattr(state, kind)):
                 continue
             zeros: dict[str, Any] = {kind: tuple(0 * r for r in getattr(state, kind))}
             dropped = [state._replace(**zeros) if i == rank else s for i, s in enumerate(states)]

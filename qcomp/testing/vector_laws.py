@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -11,11 +10,10 @@ from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import doubles, flushed, vector
+from qcomp.testing.libraries import Vector
 from qcomp.testing.payload_laws import announced_length, coder_loses_nothing
 
 __all__ = ["VECTOR_LAWS", "VectorLaw", "applies", "extreme_draws"]
-
-Vector = np.ndarray[Any, Any]
 
 
 def same_bytes(case: Case, x: Vector) -> None:

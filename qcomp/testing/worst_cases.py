@@ -1,17 +1,17 @@
 """Laws about worst cases: no vector that is known to be hard or found by ascent breaks the bounds of the traits."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from qcomp.core.numeric.random import Key
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import LONGEST_BUCKET, adversarial, at_every_scale, flushed
+from qcomp.testing.libraries import Vector
 
 __all__ = ["HITS", "contraction", "row_length", "variance_bound"]
 
-Array = np.ndarray[Any, Any]
 
 _BATCH = 1 << 16
 """Elements per call, if buckets are independent."""
@@ -116,14 +116,14 @@ def _full_buckets(case: Case) -> Iterator[_Found]:
             yield _measure(case, worst, f"{_describe(worst)}, found by ascent")
 
 
-def _in_range(case: Case, rows: Array) -> Array:
+def _in_range(case: Case, rows: Vector) -> Vector:
     """Return the rows whose values the compressor accepts."""
     if case.takes(rows.reshape(-1)):
         return rows
     return rows[[case.takes(row) for row in rows]]
 
 
-def _expected(case: Case, rows: Array, *, draws: int) -> Array:
+def _expected(case: Case, rows: Vector, *, draws: int) -> Vector:
     """Return the relative error of each row, the mean over some draws for a random compressor."""
     repeats = draws if case.compressor.traits.random else 1
     m, length = rows.shape
@@ -136,7 +136,7 @@ def _expected(case: Case, rows: Array, *, draws: int) -> Array:
     return ratios
 
 
-def _ratios(decoded: Array, rows: Array) -> Array:
+def _ratios(decoded: Vector, rows: Vector) -> Vector:
     """Return the squared error of each row, less what `_ABSOLUTE` allows, relative to its squared norm."""
     v = flushed(rows).astype(np.float64)
     size = np.abs(v).max(axis=-1, keepdims=True)
@@ -145,11 +145,11 @@ def _ratios(decoded: Array, rows: Array) -> Array:
     allowed = np.sqrt(v.shape[-1]) * _ABSOLUTE / scale[..., 0]
     lost = np.maximum(np.sqrt(lost) - allowed, 0.0) ** 2
     energy = np.sum((v / scale) ** 2, axis=-1)
-    ratios: Array = np.where(energy > 0, lost / np.where(energy > 0, energy, 1.0), lost)
+    ratios: Vector = np.where(energy > 0, lost / np.where(energy > 0, energy, 1.0), lost)
     return ratios
 
 
-def _measure(case: Case, row: Array, what: str) -> _Found:
+def _measure(case: Case, row: Vector, what: str) -> _Found:
     """Return the relative error of one row, over a few thousand draws for a random compressor."""
     if not case.compressor.traits.random:
         return _Found(float(_ratios(case.decoded(row, Key(seed=1)), row)), 0.0, np.inf, what)
@@ -163,7 +163,7 @@ def _measure(case: Case, row: Array, what: str) -> _Found:
     return _Found(float(ratios.mean()), float(ratios.std() / np.sqrt(ratios.size)), ratios.size, what)
 
 
-def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
+def _ascend(case: Case, rows: Vector, ratios: Vector) -> Vector:
     """Return the worst row of a search: each generation changes the current worst rows and keeps the new worst."""
     rng = np.random.default_rng(23)
     length = rows.shape[1]
@@ -177,11 +177,11 @@ def _ascend(case: Case, rows: Array, ratios: Array) -> Array:
         best, best_ratios = every[order], every_ratios[order]
         if case.compressor.traits.random:
             best_ratios = _expected(case, best, draws=32)  # new draws, so that lucky rows do not stay
-    worst: Array = best[int(np.argmax(best_ratios))]
+    worst: Vector = best[int(np.argmax(best_ratios))]
     return worst
 
 
-def _worst_of_two_values(case: Case, length: int) -> Array:
+def _worst_of_two_values(case: Case, length: int) -> Vector:
     """Return the worst vector (1, p, ..., p): the worst p is often halfway between two values that the result can have.
 
     The second search is between the neighbours of the first one's result.
@@ -193,11 +193,11 @@ def _worst_of_two_values(case: Case, length: int) -> Array:
         rows[:, 0] = 1.0
         worst = int(np.argmax(_expected(case, rows, draws=1)))
         values = np.linspace(values[max(0, worst - 1)], values[min(count - 1, worst + 1)], count)
-    found: Array = rows[worst]
+    found: Vector = rows[worst]
     return found
 
 
-def _changed(row: Array, rng: np.random.Generator) -> Array:
+def _changed(row: Vector, rng: np.random.Generator) -> Vector:
     """Return neighbours of a row: some elements are scaled, replaced by another element's value, or shifted."""
     changed = np.tile(row, (8, 1)).astype(np.float64)
     for index, child in enumerate(changed):
@@ -234,7 +234,7 @@ def _tails(case: Case, limit: float) -> Iterator[_Found]:
             yield found
 
 
-def _tail(case: Case, row: Array, calls: int) -> _Found:
+def _tail(case: Case, row: Vector, calls: int) -> _Found:
     random = case.compressor.traits.random
     count = calls if random else 1
     ratios = np.asarray([_ratios(case.decoded(row, Key(seed=24, step=step)), row) for step in range(count)])
@@ -243,7 +243,7 @@ def _tail(case: Case, row: Array, calls: int) -> _Found:
     return _Found(float(ratios.mean()), deviation, draws, f"{_describe(row)} of {row.size} elements")
 
 
-def _describe(row: Array) -> str:
+def _describe(row: Vector) -> str:
     """Describe a vector in a few words."""
     values, counts = np.unique(np.abs(row), return_counts=True)
     if len(values) > 3:

@@ -59,7 +59,7 @@ class BeginsAsAdamW(AveragingOptimizer):
                 f"the warm-up. {_BEGIN_ANEW}"
             )
         counts = own_counts(state, state.step)
-        moments = dict(
+        moments: dict[str, tuple[float, Any, Any]] = dict(
             zip(self._names, zip(counts, state.momentum, state.variance, strict=True), strict=True)
         )
         names = dict(zip(map(id, self._tensors), self._names, strict=True))
@@ -182,7 +182,7 @@ def _with_steps(first: OptimizerState, entries: Mapping[str, Mapping[str, Any]])
 
 
 def _moments(
-    kind: str, entries: Mapping[str, Mapping[str, Any]], names: Sequence[str], zeros: Sequence[torch.Tensor]
+    kind: str, entries: Mapping[str, Mapping[str, Any]], names: Sequence[str], zeros: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
     """Return one moment of each parameter in the dtype in which the core keeps it; zeros where AdamW has none."""
     found = []

@@ -133,9 +133,9 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
         new |= yield from _extremes({name: here[name] for name in of_rule[rule]}, combine, state.size)
     firsts = of_rule[_OF_FIRST]
     raw = [bytes_of(here[name]) for name in firsts]
-    raw = yield from broadcast_stages(raw, root=0, rank=state.rank, size=state.size)
+    copies: list[Any] = yield from broadcast_stages(raw, root=0, rank=state.rank, size=state.size)
     # A view in another dtype needs memory that is aligned, as here in the clones.
-    new |= {name: x.clone().view(here[name].dtype) for name, x in zip(firsts, raw, strict=True)}
+    new |= {name: x.clone().view(here[name].dtype) for name, x in zip(firsts, copies, strict=True)}
     for name, value in new.items():
         _write(chosen[name].value, value.reshape(chosen[name].value.shape))
 
@@ -177,10 +177,11 @@ def _extremes(
     """Return the elementwise minima or maxima over all ranks."""
     if not values:
         return {}
-    raw = [bytes_of(x) for x in values.values()]
+    raw: list[Any] = [bytes_of(x) for x in values.values()]
     lengths = [len(x) for x in raw]
     arrived = yield AllGather(torch.cat(raw), (sum(lengths),) * size)
     found: dict[str, torch.Tensor] = {}
+    part: Any
     for of_rank in arrived:
         for (name, like), part in zip(values.items(), cut_like(of_rank, lengths), strict=True):
             value = part.clone().view(like.dtype)

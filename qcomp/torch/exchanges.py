@@ -335,10 +335,10 @@ class GatheredWeights(_Sharded):
         if found is not output_tensor:
             output_tensor.copy_(found)
 
-    def _changes_in(self, shards: Shards, own: torch.Tensor, mark: int, key: Key) -> Stages[torch.Tensor]:
+    def _changes_in(self, shards: Shards, own: torch.Tensor, mark: int, key: Key) -> Stages[Any]:
         """Return the last weights and their changes; at first all weights, exactly."""
         sent, self._sent = self._sent, mark
-        found: torch.Tensor
+        found: Any
         if self._last is None:
             found = yield from self._of((Identity(),), (shards.size,)).gather(own, key)
         else:

@@ -1,6 +1,7 @@
 """Every exchange tells whose it is: ranks that exchange for different optimizers or steps raise on every rank."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from qcomp.core.mean.stages import AllGather, AllToAll, Owner, drive, owned, pip
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.extend import Verbs
 
-EXACTLY = {"learning_rate": 1.0, "compressor": qcomp.Identity(), "exact": None}
-PLAIN = {"learning_rate": 1.0}
+EXACTLY: dict[str, Any] = {"learning_rate": 1.0, "compressor": qcomp.Identity(), "exact": None}
+PLAIN: dict[str, Any] = {"learning_rate": 1.0}
 
 
 def full(value, rank):
@@ -52,7 +53,7 @@ class OfVerbs(Verbs):
         return self._comm.all_to_all(send, receive)
 
 
-authenticated = partial(AuthenticatedCommunicator, key=bytes(16))
+authenticated: Any = partial(AuthenticatedCommunicator, key=bytes(16))
 KINDS = {
     "local": lambda comm: comm,
     "given": Given,

@@ -3,6 +3,8 @@
 The counterexamples of sign descent without feedback are in tests/optimizers/test_convergence.py.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -57,12 +59,12 @@ class TestExplodingResidual:
 
     def expected_growth(self, c) -> list[float]:
         e0 = np.random.default_rng(0).standard_normal(16)
-        squares = [[], []]
+        squares: list[list[Any]] = [[], []]
         for first in range(4):
             for second in range(4):
                 e = e0
                 for step, number in enumerate((first, second)):
-                    with replace_draws(lambda _key, _block, number=number: number * 16384):
+                    with replace_draws(lambda _key, _block, number=number: number * 16384):  # type: ignore[misc]
                         _, e = compensated(c, np.zeros(16), e, key=Key())
                     squares[step].append(np.sum(e**2))
         return [float(np.mean(s) / np.sum(e0**2)) for s in squares]

@@ -29,7 +29,7 @@ LOOPS = {
 }
 """Outer loops: one whose residuals decay, and one with all other features."""
 TOPOLOGIES = qcomp.topologies.names()
-JOBS = {name: (name, None) for name in (*EVERY, *LOOPS)} | {
+JOBS: dict[str, tuple[str, str | None]] = {name: (name, None) for name in (*EVERY, *LOOPS)} | {
     f"{name}, {topology}": (name, topology) for name in ("1-bit", "0/1", "SGD") for topology in TOPOLOGIES[1:]
 }
 """Every optimizer and outer loop as it is, and three optimizers in each topology."""
@@ -99,9 +99,9 @@ class World:
         results = lockstep(self.resumes(helds, hosts))
         reports = [report for _, report in results]
         assert all(report == reports[0] for report in reports)
-        helds = [held for held, _ in results]
-        self.require_alike(helds)
-        return helds, reports[0]
+        resumed = [held for held, _ in results]
+        self.require_alike(resumed)
+        return resumed, reports[0]
 
     def require_alike(self, helds: Sequence[ElasticState]) -> None:
         """Check that everything except a rank's own arrays is the same on all ranks, bit for bit."""

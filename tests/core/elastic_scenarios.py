@@ -18,7 +18,7 @@ def die_in_steps(job: World, steps: int, moments: Sequence[int]) -> int:
     cases = mixed = 0
     for step in moments:
         helds = run[step]
-        for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=True):
+        for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=True):  # type: ignore[misc]
             left = left_with(helds, results, death.rank)
             mixed += len({held.state.step for held in left}) > 1
             common = min(held.history[-1].label for held in left)
@@ -47,7 +47,9 @@ def leave(job: World, steps: int, moments: Sequence[int]) -> int:
             job.go_on(again)
             cases += 1
         for death, results in kills(
-            lambda h=helds: [job.elastic.share_stages(held) for held in h], job.size, all_reaches=True
+            lambda h=helds: [job.elastic.share_stages(held) for held in h],  # type: ignore[misc]
+            job.size,
+            all_reaches=True,
         ):
             left = left_with(helds, results, death.rank)
             again, report = job.resume(left, without(job.hosts, death.rank))
@@ -73,7 +75,7 @@ def join(job: World, steps: int, moments: Sequence[int]) -> int:
         require_owed(job, [h.state for h in helds], [h.state for h in again], [])
         job.go_on(again)
         cases += 1
-        for death, results in kills(lambda j=joined, h=hosts: job.resumes(j, h), len(joined), first=step):
+        for death, results in kills(lambda j=joined, h=hosts: job.resumes(j, h), len(joined), first=step):  # type: ignore[misc]
             left = left_with(joined, results, death.rank)
             again, report = job.resume(left, without(hosts, death.rank))
             went_on = all(not isinstance(result, Exception) for result in results)
@@ -101,7 +103,7 @@ def die_in_resumes(job: World, steps: int, moments: Sequence[int]) -> int:
             if isinstance(results[0], ElasticState) and results[gone] is None:
                 first = left_with(helds, results, gone)
                 assert [held.state.step for held in first] == [step + 1, step, step]
-        for death, results in kills(lambda f=first, r=rest: job.resumes(f, r), 3, first=step):
+        for death, results in kills(lambda f=first, r=rest: job.resumes(f, r), 3, first=step):  # type: ignore[misc]
             if in_groups and death.rank == 2:
                 continue  # one machine is left: `test_one_machine_is_left_of_a_hierarchy`
             left = left_with(first, results, death.rank)

@@ -215,7 +215,7 @@ class TestMean:
 
 
 def optimizer(topology: str = "auto", compressor: Any = None, **options: Any) -> qcomp.CompressedSGD:
-    settings = {
+    settings: dict[str, Any] = {
         "compressor": compressor or qcomp.ScaledSign(8),
         "averaging": qcomp.Averaging(topology, **options),
     }

@@ -1,6 +1,7 @@
 """QSGD with a coder: shorter payloads of the same values, more levels than eight bits hold, and damaged payloads."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ LEVELS = [1, 5, 127, 128, 700, 32767]
 """Levels with code widths from 2 to 16 bits; 5 does not use all values of its width."""
 
 
-def coded(levels: int = 7, coding: str = "range", **options) -> qcomp.QSGD:
+def coded(levels: int = 7, coding: Any = "range", **options) -> qcomp.QSGD:
     return qcomp.QSGD(levels=levels, coding=coding, **{"bucket_size": 32, **options})
 
 

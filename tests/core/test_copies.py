@@ -206,7 +206,7 @@ class Killer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, victim: int, number: int, moment: str) -> None:
         self.thread, self.left, self.moment = f"rank {victim} of ", number, moment
         self.struck: str | None = None
-        write, remove, touch = qcomp.checkpoint.copies.write_whole, os.remove, Path.touch
+        write, remove, touch = qcomp.checkpoint.write_whole, os.remove, Path.touch
 
         def torn(path: Any, content: Any) -> None:
             with open(f"{path}.unfinished", "wb") as file:
@@ -261,7 +261,7 @@ def keep_twice(comm: Any, root: Path) -> None:
     copies = Copies(comm, every=1, folder=root / comm.host, job="job")
     copies._comm = Cut(comm)
     for step in (1, 2):
-        copies.keep(step, lambda file, step=step: file.write(b"%d of %d" % (step, comm.rank)))
+        copies.keep(step, lambda file, step=step: file.write(b"%d of %d" % (step, comm.rank)))  # type: ignore[misc]
 
 
 class TestAnyRankMayDie:
@@ -375,7 +375,7 @@ class TestAnyRankMayDie:
                 params = [p - move for p, move in zip(params, jobs.moves(comm.rank, step), strict=True)]
                 params, state = loop.step(params, state, comm)
                 saved = loop.state_dict(params, state)
-                copies.keep(step + 1, lambda file, saved=saved: np.savez(file, **saved))
+                copies.keep(step + 1, lambda file, saved=saved: np.savez(file, **saved))  # type: ignore[misc]
             return [p.tobytes() for p in params]
 
         run_local(2, lambda comm: rank_main(comm, tmp_path / "cut", 11))
@@ -693,11 +693,10 @@ class TestAllRanksRaise:
     """An error of one rank is raised on all, and the previous copy stays whole."""
 
     def errors(self, tmp_path: Path, **of_rank_1: Any) -> list[Exception | None]:
+        ordinary: dict[str, Any] = {"every": 2, "folder": tmp_path, "job": "job"}
         return errors_of(
             2,
-            lambda comm: Copies(
-                comm, **{"every": 2, "folder": tmp_path, "job": "job"} | (of_rank_1 if comm.rank else {})
-            ),
+            lambda comm: Copies(comm, **ordinary | (of_rank_1 if comm.rank else {})),
         )
 
     @pytest.mark.parametrize(
@@ -730,7 +729,7 @@ class TestAllRanksRaise:
         assert text in str(errors[0])
         assert str(errors[0]) == str(errors[1])
 
-    def keeping(self, root: Path, wrong: Any) -> tuple[list[Any], list[Any]]:
+    def keeping(self, root: Path, wrong: Any) -> tuple[Any, ...]:
         """Keep step 1, let rank 1 fail, keep step 3; return the errors, and the newest whole copy in between."""
 
         def rank_main(comm: Any) -> Any:
@@ -751,7 +750,7 @@ class TestAllRanksRaise:
 
     def test_for_a_state_that_cannot_be_written(self, tmp_path):
         def wrong(comm: Any, copies: Copies) -> None:
-            copies.keep(2, lambda file: file.write("text" if comm.rank == 1 else b"2"))
+            copies.keep(2, lambda file: file.write("text" if comm.rank == 1 else b"2"))  # type: ignore[arg-type]
 
         errors, between = self.keeping(tmp_path, wrong)
         assert [type(error) for error in errors] == [qcomp.MismatchError, TypeError, qcomp.MismatchError]

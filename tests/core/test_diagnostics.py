@@ -20,12 +20,22 @@ NAMES = ("embedding", "layer/weight", "bias")
 
 def sgd(**chosen: Any) -> qcomp.CompressedSGD:
     """With a rate of 1 and parameters of 0, the mean is exactly minus the new parameters."""
-    settings = {"learning_rate": 1.0, "momentum": 0.0, "exact": None, "compressor": qcomp.ScaledSign(8)}
+    settings: dict[str, Any] = {
+        "learning_rate": 1.0,
+        "momentum": 0.0,
+        "exact": None,
+        "compressor": qcomp.ScaledSign(8),
+    }
     return qcomp.CompressedSGD(**settings | chosen)
 
 
 def one_bit(**chosen: Any) -> qcomp.OneBitAdam:
-    settings = {"learning_rate": 0.1, "betas": (0.9, 0.9), "freeze": 2, "compressor": qcomp.ScaledSign(8)}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.1,
+        "betas": (0.9, 0.9),
+        "freeze": 2,
+        "compressor": qcomp.ScaledSign(8),
+    }
     return qcomp.OneBitAdam(exact=qcomp.ExactBelow(10), **settings | chosen)
 
 
@@ -111,11 +121,11 @@ class Found:
         server = self.ratios(self.server, [self.exact] * len(self.server))
         expected = {
             "cosine": self.cosine(self.mean, self.exact),
-            "worker_residual": np.mean(worker),
+            "worker_residual": float(np.mean(worker)),
             "worker_residual_worst": max(worker),
         }
         if server:
-            expected |= {"server_residual": np.mean(server), "server_residual_worst": max(server)}
+            expected |= {"server_residual": float(np.mean(server)), "server_residual_worst": max(server)}
         return expected
 
 

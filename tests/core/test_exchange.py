@@ -548,8 +548,8 @@ class TestTransport:
 
             ranks = range(len(sizes))
             if kind is AllToAll:
-                send = tuple(np.frombuffer(text(rank, t), dtype=np.uint8) for t in ranks)
-                arrived = yield AllToAll(send, tuple(len(text(s, rank)) for s in ranks))
+                each = tuple(np.frombuffer(text(rank, t), dtype=np.uint8) for t in ranks)
+                arrived = yield AllToAll(each, tuple(len(text(s, rank)) for s in ranks))
             else:
                 send = np.frombuffer(text(rank, 0), dtype=np.uint8)
                 arrived = yield AllGather(send, tuple(len(text(s, 0)) for s in ranks))

@@ -34,9 +34,9 @@ PUBLIC = SUBPACKAGES | {
 
 def modules_used(path: Path) -> set[str]:
     """Return the modules of the package that a file imports or reaches through attributes."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "qcomp":
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "qcomp":
             found.add(node.module)
             found |= {f"{node.module}.{a.name}" for a in node.names if is_module(f"{node.module}.{a.name}")}
         elif isinstance(node, ast.Import):

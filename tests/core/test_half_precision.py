@@ -153,13 +153,13 @@ class TestCompressors:
         decoded = compressor.decompress(expected, like=x)
         array = half.array(x)
         payload, residual = qcomp.feedback.compress(compressor, array, half.single(old), key=KEY)
-        assert host_bytes(payload.data) == expected.data.tobytes()
+        assert host_bytes(payload.data) == host_bytes(expected.data)
         assert payload.dtype == "float32"
         assert bytes_of_float32(residual) == lost.tobytes()
         result = half.values(compressor.decompress(payload, like=array))
         assert result.tobytes() == rounded(decoded, half.dtype).tobytes()
         plain = compressor.compress(array, key=KEY)
-        assert host_bytes(plain.data) == compressor.compress(x, key=KEY).data.tobytes()
+        assert host_bytes(plain.data) == host_bytes(compressor.compress(x, key=KEY).data)
 
     def test_donated_residual(self, half, compressor):
         x, old = halves_of("gaussian", 131, 2, half.dtype), vector("gaussian", 131, 3)

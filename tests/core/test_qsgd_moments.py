@@ -4,7 +4,7 @@ Identities for real-valued draws hold here up to the resolution of 16 bits: p is
 the norm over the levels, rounded up by a factor of at most 1 + 2^-16.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def enumerate_draws(c: qcomp.QSGD, x: np.ndarray) -> Moments:
     )
 
 
-def plain_of(c: qcomp.QSGD) -> qcomp.QSGD:
+def plain_of(c: Any) -> qcomp.QSGD:
     return c if c.coder is None else c.coder.plain
 
 

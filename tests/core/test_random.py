@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import array_api_compat.numpy
 import jax
@@ -57,7 +58,7 @@ def reference_draws(key: Key, size: int, bucket_size: int) -> list[int]:
     return draws
 
 
-def draws(key: Key, size: int, bucket_size: int, like: object) -> np.ndarray:
+def draws(key: Key, size: int, bucket_size: int, like: Any) -> np.ndarray:
     """Return the draws of all elements of a vector, without those of the padding."""
     parts = [
         to_numpy(block.flat(draws16(key, block, bucket_size=bucket_size, like=like)))
@@ -270,7 +271,7 @@ class TestReplaceDraws:
     block = Block(0, 2, 8, 8, 3)
 
     def read(self) -> np.ndarray:
-        return draws16(Key(rank=1, bucket=5), self.block, bucket_size=8, like=LIKE)
+        return to_numpy(draws16(Key(rank=1, bucket=5), self.block, bucket_size=8, like=LIKE))
 
     def test_source_gets_key_and_block_and_is_broadcast(self, library):
         like = library.array([0.0], dtype=np.float32)

@@ -79,9 +79,9 @@ def test_the_tour_has_the_first_sentence_of_a_module(module, sentence):
 
 def imports_of(path: Path) -> set[str]:
     """Return the modules of the package that a module imports, including imports for types only."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qcomp"):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("qcomp"):
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):

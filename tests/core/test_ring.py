@@ -80,7 +80,7 @@ class TestMean:
         assert ring.tobytes() != other.tobytes()
 
 
-def requantising(self: _Share, sealed: Any, owner: int) -> AllToAll:
+def requantising(self: Any, sealed: Any, owner: int) -> AllToAll:
     """Break the second half: each rank compresses anew what it passes on."""
     self.sent = getattr(self, "sent", 0) + 1
     if self.sent >= self.size and owner != self.rank:
@@ -240,8 +240,8 @@ def ring_moments(p: Sequence[Fraction], levels: int) -> tuple[Fraction, Fraction
             for value, share in rounded((total + own) / divisor, largest / divisor, levels).items():
                 after[value] = after.get(value, Fraction(0)) + weight * share
         sums = after
-    mean = sum(v * w for v, w in sums.items())
-    return mean, sum(v * v * w for v, w in sums.items()) - mean**2
+    mean = sum((v * w for v, w in sums.items()), Fraction(0))
+    return mean, sum((v * v * w for v, w in sums.items()), -(mean**2))
 
 
 GRIDS = {size: np.stack(np.meshgrid(*[np.arange(DRAWS)] * size), -1).reshape(-1, size) for size in (2, 3, 4)}

@@ -303,7 +303,7 @@ def sgd(compressor: qcomp.Compressor, **options) -> qcomp.CompressedSGD:
     return qcomp.CompressedSGD(learning_rate=0.1, compressor=compressor, exact=small, **options)
 
 
-def train(opt, comm, *, steps: int = 3, poison: int | None = None, array: Callable = np.asarray) -> list:
+def train(opt, comm, *, steps: int = 3, poison: int | None = None, array: Callable = np.asarray) -> tuple:
     params = [array(p) for p in inputs(9, 9)]
     state = opt.init(params, comm)
     for step in range(steps):

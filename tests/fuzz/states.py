@@ -146,7 +146,7 @@ def _compat() -> dict[str, Callable[[], Target]]:
         "1-bit LAMB of DeepSpeed": deepspeed.onebit_lamb(0.1, freeze_step=2),
         "0/1 Adam of DeepSpeed": deepspeed.zero_one_adam(0.1, var_freeze_step=2),
     }
-    return {name: lambda opt=opt: _own(opt, 1, 5) for name, opt in makers.items()}
+    return {name: lambda opt=opt: _own(opt, 1, 5) for name, opt in makers.items()}  # type: ignore[misc]
 
 
 STREAMING = jobs.loop_of(
@@ -190,21 +190,21 @@ def _torch(name: str, steps: int, **settings: Any) -> Target:
         assert error is None or held(params, optimizer) == before, f"it has changed, and raises {error}"
         return [error or (params, optimizer)]
 
-    return Target([optimizer.state_dict()], load, lambda found: train(*found, steps, steps + 1))
+    return Target([optimizer.state_dict()], load, lambda found: train(found[0], found[1], steps, steps + 1))
 
 
 TARGETS: dict[str, Callable[[], Target]] = {
     **{
-        f"{name}, after {steps} steps": lambda opt=entry.opt, steps=steps: _own(opt, 1, steps)
+        f"{name}, after {steps} steps": lambda opt=entry.opt, steps=steps: _own(opt, 1, steps)  # type: ignore[misc]
         for name, entry in EVERY.items()
         for steps in ((1,) if len(entry.stages) == 1 else (1, 4, 6))
     },
     **{
-        f"{name}, of 2 ranks": lambda opt=EVERY[name].opt: _own(opt, 2, 6)
+        f"{name}, of 2 ranks": lambda opt=EVERY[name].opt: _own(opt, 2, 6)  # type: ignore[misc]
         for name in ("1-bit", "0/1", "SGD, automatic", "SGD, PowerSGD", "EF21", "Muon")
     },
     **{
-        f"{name}, of {old} ranks on {new}": lambda opt=EVERY[name].opt, old=old, new=new: _regrouped(
+        f"{name}, of {old} ranks on {new}": lambda opt=EVERY[name].opt, old=old, new=new: _regrouped(  # type: ignore[misc]
             opt, old, new, 6
         )
         for name in ("1-bit", "1-bit, watched", "1-bit, ring", "0/1", "SGD, PowerSGD", "Muon")
@@ -216,7 +216,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     **_compat(),
     **(
         {
-            f"torch, {name}, after {steps} steps": lambda name=name, steps=steps, settings=settings: _torch(
+            f"torch, {name}, after {steps} steps": lambda name=name, steps=steps, settings=settings: _torch(  # type: ignore[misc]
                 name, steps, **settings
             )
             for name, settings in {
@@ -321,7 +321,7 @@ def _judged_states(target: Target, given: Any, victim: int, results: list[Any]) 
 
 def _content(saved: dict[str, Any]) -> str:
     """Return the entries in a form that is equal for equal values of all formats."""
-    arrays = {key: (x.shape, x.dtype, x.tobytes()) for key, x in read_arrays(saved).items()}
+    arrays = {key: (x.shape, x.dtype, np.asarray(x).tobytes()) for key, x in read_arrays(saved).items()}
     return repr(sorted({**read_scalars(saved), **arrays}.items()))
 
 

@@ -50,7 +50,7 @@ def test_refusals_do_not_count_as_faults():
 @pytest.mark.parametrize(
     ("read", "fault"),
     [
-        (lambda: {}[3], "KeyError: 3"),
+        (lambda: dict[int, int]()[3], "KeyError: 3"),
         (lambda: int("x"), "ValueError: invalid literal"),
         (lambda: np.zeros(LEAST_BYTES + 64 * 20 + 1000, dtype=np.uint8).sum(), "allocates"),
     ],

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -38,8 +38,9 @@ LOOPS = {
 
 def _makers() -> Iterator[tuple[str, Any]]:
     """Yield optimizers and loops by name: loops and the first of each class with every topology."""
-    swept = set()
-    for name, maker in (dict(_optimizers()) | LOOPS).items():
+    swept: set[type] = set()
+    makers: dict[str, Any] = dict(_optimizers()) | LOOPS
+    for name, maker in makers.items():
         if not hasattr(maker, "averaging") or type(maker) in swept - {qcomp.OuterLoop}:
             yield name, maker
             continue
@@ -107,7 +108,7 @@ def continued(case: str, saved: dict[str, Any]) -> Texts:
     params: Any = [[held.pop(f"params {i}") for i in range(len(SHAPES))] for held in dicts]
     starts = zip(dicts, params, _places(size), strict=True)
     with _same_everywhere(case):
-        states = lockstep([maker.load_stages(held, p, **place) for held, p, place in starts])
+        states: Any = lockstep([maker.load_stages(held, p, **place) for held, p, place in starts])
         if isinstance(maker, qcomp.OuterLoop):
             params, states = zip(*states, strict=True)
         return _steps(maker, params, states, range(SAVED_AFTER, STEPS))[0]
@@ -124,7 +125,7 @@ def _steps(maker: Any, params: Any, states: Any, steps: range) -> tuple[Texts, T
         stage = states[0].stage
         sent: list[list[tuple[str, str, str]]] = [[] for _ in states]
         stages = [
-            watched(_step(maker, p, state, step), lambda request, own=own: own.append(_seen(request)))
+            watched(_step(maker, p, state, step), lambda request, own=own: own.append(_seen(request)))  # type: ignore[misc]
             for p, state, own in zip(params, states, sent, strict=True)
         ]
         params, states = zip(*lockstep(stages), strict=True)
@@ -138,7 +139,7 @@ def _steps(maker: Any, params: Any, states: Any, steps: range) -> tuple[Texts, T
     return messages, numbers, params, states
 
 
-def _step(maker: Any, params: Any, state: Any, step: int) -> Iterator[Any]:
+def _step(maker: Any, params: Any, state: Any, step: int) -> Generator[Any, Any, Any]:
     gradients: Any = values(state.rank, step)
     if isinstance(maker, qcomp.OuterLoop):
         moves = yield from maker.average_stages(gradients, state)
@@ -155,7 +156,7 @@ def _step(maker: Any, params: Any, state: Any, step: int) -> Iterator[Any]:
 def _seen(request: Any) -> tuple[str, str, str]:
     """Return the kind of an exchange, and the bytes and the digest of what one rank sends, without qcomp's version."""
     kind, send = ("to each", request.send) if isinstance(request, AllToAll) else ("to all", [request.send])
-    buffers = [x.tobytes().replace(version_and_sources().encode(), b"") for x in send]
+    buffers = [np.asarray(x).tobytes().replace(version_and_sources().encode(), b"") for x in send]
     return kind, "+".join(str(len(x)) for x in buffers), _digest(buffers)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from qcomp.extend import Field, PayloadSpec
 
 from . import papers
 
-FORGERIES = []
+FORGERIES: list[Any] = []
 """Compressors, their kinds, and the law that each breaks."""
 
 

@@ -1,8 +1,10 @@
 """A module beside a compressor's own, with a fault that it inherits."""
 
+from typing import Any
+
 import numpy as np
 
-_shared = {}
+_shared: dict[Any, Any] = {}
 
 
 def copied(x):

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from qcomp.testing import replace_draws
 
 from . import helpers
 
-MUTANTS = []
+MUTANTS: list[Any] = []
 BIAS = np.float32(1.02)
 
 
@@ -44,7 +45,7 @@ class Levels(qcomp.QSGD):
 class Norm(qcomp.QSGD):
     levels: int = 5
     bucket_size: int = 64
-    norm: str = "l2"
+    norm: Literal["max", "l2"] = "l2"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Largest(qcomp.TopK):
 @dataclass(frozen=True)
 class LargestInTwoBits(Largest):
     value_bits: int = 2
-    coding: str = "fixed"
+    coding: Literal["fixed"] | None = "fixed"
 
 
 @dataclass(frozen=True)
@@ -401,7 +402,7 @@ mutant(
 
 # State and environment.
 calls = itertools.count()
-scratch = {}
+scratch: dict[Any, Any] = {}
 
 
 def first_only(self, x, key):
@@ -495,7 +496,7 @@ mutant(
     environment,
     "counts processors",
     Sign,
-    encode=encodes(lambda self, x, key: (times(x, 1 + 0.01 * os.cpu_count()), key)),
+    encode=encodes(lambda self, x, key: (times(x, 1 + 0.01 * (os.cpu_count() or 1)), key)),
 )
 mutant(
     environment,
@@ -751,7 +752,7 @@ mutant(
 of_thread = threading.local()
 
 
-def remembering(self, x, key):
+def rolling(self, x, key):
     """Roll a vector by the rank, which decode takes from the last key of its thread."""
     of_thread.rank = key.rank
     return inherited(self, "encode")(np.roll(x, key.rank), key)
@@ -761,6 +762,6 @@ mutant(
     "independent_of_calls",
     "knows the last key of a thread",
     Levels,
-    encode=remembering,
+    encode=rolling,
     decode=decodes(lambda y: np.roll(y, -getattr(of_thread, "rank", 0))),
 )

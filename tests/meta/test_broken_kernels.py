@@ -2,6 +2,7 @@
 
 import os
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,7 +289,7 @@ class Pool(Whole):
     """Every result reuses the memory of the previous one."""
 
     name = "pool"
-    memory = {}
+    memory: dict[Any, Any] = {}
 
     def decode(self, compressor, data, like, *, out, accumulate):
         if out is None:
@@ -578,7 +579,9 @@ broken("all is in range", in_range=lambda self, whole, x: True)
 broken("negative zeros are in range", in_range=lambda self, whole, x: whole(x + np.float32(0)))
 broken(
     "subnormals are in range",
-    in_range=lambda self, whole, x: whole(np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x).astype("f4")),
+    in_range=lambda self, whole, x: whole(
+        np.asarray(np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x), dtype="f4")
+    ),
 )
 broken(
     "2^100 is in range",

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,7 +305,7 @@ class DrawsOfTheProcess(Whole):
 class MomentaBesideTheState(Whole):
     """The momenta of float32 are on the side, by rank and step; the state has copies that are never read."""
 
-    beside = {}
+    beside: dict[Any, Any] = {}
 
     def apply(self, params, means, state):
         own = self.beside.get((state.rank, state.size, state.step, params[0].tobytes()))

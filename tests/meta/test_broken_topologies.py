@@ -1,6 +1,7 @@
 """`check_topology` catches topologies with one fault each, and accepts one of another design."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from qcomp.testing.topologies import topology_contract
 from qcomp.testing.topology_laws import TOPOLOGY_LAWS
 from tests.core.tree import Tree
 
-TwoPhase = type(qcomp.topologies.topology("two_phase"))
+TwoPhase: Any = type(qcomp.topologies.topology("two_phase"))
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +191,7 @@ class RefusesAloneWhereEmpty(Broken):
 
 
 class ReusesTheBuffersOfMeans(Broken):
-    buffers = {}
+    buffers: dict[Any, Any] = {}
 
     def change(self, call):
         if call.overwrite or call.into.means:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PROMISES = (
     "payload.py",
@@ -47,7 +48,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 
-Change = Callable[[ast.AST], ast.AST]
+Change = Callable[[Any], ast.AST]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Mutant:
         """Return the changed module."""
         tree = ast.parse((root / self.module).read_text())
         _, node, change = list(_points(tree))[self.number]
-        return ast.fix_missing_locations(_Replacement(node, change).visit(tree))
+        changed: Any = _Replacement(node, change).visit(tree)
+        return ast.fix_missing_locations(changed)
 
 
 class _Replacement(ast.NodeTransformer):
@@ -94,7 +96,7 @@ def draw(root: Path, count: int, seed: int) -> list[Mutant]:
     return sorted(random.Random(seed).sample(every, count), key=lambda m: (m.module, m.number))
 
 
-def _points(tree: ast.Module) -> Iterator[tuple[str, ast.AST, Change]]:
+def _points(tree: ast.Module) -> Iterator[tuple[str, Any, Change]]:
     """Yield each point inside a function: the outermost function's name, the node, and what turns it into another."""
     for name, function in _functions(tree, ""):
         for statement in function.body:
@@ -110,7 +112,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
             yield from _functions(child, f"{prefix}{child.name}.")
 
 
-def _in(node: ast.AST) -> Iterator[tuple[ast.AST, Change]]:
+def _in(node: ast.AST) -> Iterator[tuple[Any, Change]]:
     """Yield the points of a node and of what is inside it, but texts and annotations."""
     if isinstance(node, ast.JoinedStr):
         return
@@ -150,26 +152,26 @@ def _changes(node: ast.AST) -> list[Change]:  # noqa: PLR0911 - a table
     return []
 
 
-def _swap(node: ast.AST) -> ast.AST:
+def _swap(node: Any) -> ast.AST:
     node.op = SWAPS[type(node.op)]()
     return node
 
 
 def _swap_comparison(index: int) -> Change:
-    def change(node: ast.AST) -> ast.AST:
+    def change(node: Any) -> ast.AST:
         node.ops[index] = SWAPS[type(node.ops[index])]()
         return node
 
     return change
 
 
-def _negate(node: ast.AST) -> ast.AST:
+def _negate(node: Any) -> ast.AST:
     node.test = ast.UnaryOp(ast.Not(), node.test)
     return node
 
 
 def _drop_keyword(index: int) -> Change:
-    def change(node: ast.AST) -> ast.AST:
+    def change(node: Any) -> ast.AST:
         del node.keywords[index]
         return node
 

@@ -52,7 +52,7 @@ class Job:
     def error(self) -> list[np.ndarray]:
         """Return E = mean_i e_i + e_s of every compressed tensor, flat, from the residuals of all ranks."""
         size = len(self.states)
-        worker = [
+        worker: list[Any] = [
             sum(np.asarray(s.exchange.worker[i], dtype=np.float64) for s in self.states) / size
             for i in range(len(self.state.exchange.worker))
         ]

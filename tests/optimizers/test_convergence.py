@@ -210,7 +210,7 @@ class TwoWay:
 @cache
 def value_of_exact_adam() -> float:
     """Return the value that exact Adam reaches."""
-    problem = Quadratic()
+    problem: Any = Quadratic()
     opt = qcomp.Adam(learning_rate=problem.rate, betas=problem.BETAS)
     state = opt.initial_state([problem.x], ("x",), rank=0, size=1)
     for _ in range(problem.STEPS):

@@ -19,12 +19,22 @@ TOPOLOGIES = [name for name in qcomp.topologies.names() if name != "hierarchical
 
 
 def sgd(**chosen: Any) -> qcomp.CompressedSGD:
-    settings = {"learning_rate": 0.125, "momentum": 0.0, "exact": None, "compressor": qcomp.ScaledSign(8)}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.125,
+        "momentum": 0.0,
+        "exact": None,
+        "compressor": qcomp.ScaledSign(8),
+    }
     return qcomp.CompressedSGD(**settings | chosen)
 
 
 def one_bit(**chosen: Any) -> qcomp.OneBitAdam:
-    settings = {"learning_rate": 0.1, "betas": BETAS, "freeze": 2, "compressor": qcomp.ScaledSign(8)}
+    settings: dict[str, Any] = {
+        "learning_rate": 0.1,
+        "betas": BETAS,
+        "freeze": 2,
+        "compressor": qcomp.ScaledSign(8),
+    }
     return qcomp.OneBitAdam(exact=qcomp.ExactBelow(10), **settings | chosen)
 
 

@@ -1,5 +1,7 @@
 """Ranks whose arrays are of different libraries hold the same parameters, bit for bit."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from qcomp.core.numeric.arrays import host_bytes
 
 SHAPES, NAMES = [(12, 5), (300,), (7,)], ("a", "b", "c")
 EXACT = qcomp.ExactBelow(10)
-SETTINGS = {"learning_rate": 0.01, "exact": EXACT, "betas": (0.9, 0.97)}
+SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "exact": EXACT, "betas": (0.9, 0.97)}
 OPTIMIZERS = {
     "adam": qcomp.Adam(learning_rate=0.01, weight_decay=0.1),
     "lamb": qcomp.Lamb(learning_rate=0.01, weight_decay=0.1),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ def test_a_warning_turned_into_an_error_changes_nothing():
     assert qcomp.comm.run_local(2, rank_main) == [True, True]
 
 
-FROZEN = {"learning_rate": 0.01, "freeze": 3}
+FROZEN: dict[str, Any] = {"learning_rate": 0.01, "freeze": 3}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A gradient that is not finite on one rank: one verdict for all ranks, and no change to any state."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from qcomp import NonFiniteError
 from qcomp.comm import run_local
 from tests.optimizers.every import EVERY, SHAPES
 
-OPTIMIZERS = {name: entry.make(freeze=2) for name, entry in EVERY.items() if entry.alike}
+OPTIMIZERS: dict[str, Any] = {name: entry.make(freeze=2) for name, entry in EVERY.items() if entry.alike}
 ALL_COMPRESSED = ("1-bit", "1-bit, clipped", "QAdam", "SGD")
 OPTIMIZERS |= {f"{name}, nothing exact": replace(OPTIMIZERS[name], exact=None) for name in ALL_COMPRESSED}
 WARMUP, COMPRESSED = 1, 3

@@ -84,7 +84,8 @@ def reference(
     params: list, steps: list[list], *, decay: float = 0.0, lost: int = 0, stops: bool = False
 ) -> list:
     """Adam with a frozen variance, from mean gradients; optionally broken by a lost step, or a decay that stops."""
-    (b1, b2), m, v, frozen = BETAS, [p * 0 for p in params], [p * 0 for p in params], []
+    frozen: list[Any] = []
+    (b1, b2), m, v = BETAS, [p * 0 for p in params], [p * 0 for p in params]
     for t, means in enumerate(steps, 1):
         for i, g in enumerate(means):
             m[i] = b1 * m[i] + (0 if t == lost else 1 - b1) * g

@@ -1,6 +1,7 @@
 """QSVRG: exact laws of its steps, linear convergence at the predicted rate, bytes, checkpoints, errors."""
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,7 +279,8 @@ class TestConvergence:
         state = opt.init(y, alone)
         for _ in range(epochs + 1):
             found.append((y - solution) @ hessian @ (y - solution) / 2)
-            x, state = y, opt.begin_epoch(y, hessian @ (y - solution), state, alone)
+            x: Any = y
+            state = opt.begin_epoch(y, hessian @ (y - solution), state, alone)
             for _ in range(self.STEPS if len(found) <= epochs else 0):
                 j = rng.integers(self.SAMPLES, size=self.WORKERS)
                 at_x = gradients(x, j)

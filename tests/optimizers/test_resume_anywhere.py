@@ -36,7 +36,7 @@ class Run:
     @staticmethod
     def bytes_of(opt: qcomp.Optimizer, params: Sequence[np.ndarray], state: Any) -> bytes:
         file = io.BytesIO()
-        entries = {f"parameter.{i}": p for i, p in enumerate(params)}
+        entries: dict[str, Any] = {f"parameter.{i}": p for i, p in enumerate(params)}
         np.savez(file, **entries, **{f"state.{key}": value for key, value in opt.state_dict(state).items()})
         return file.getvalue()
 

@@ -117,7 +117,7 @@ class TestMeasures:
         assert ratio(run) == pytest.approx(4.0, rel=left)
 
     @staticmethod
-    def samples_of(watch: VarianceWatch, *sizes: int, exact: tuple[bool, ...] = ()) -> list[np.ndarray]:
+    def samples_of(watch: VarianceWatch, *sizes: int, exact: tuple[bool, ...] = ()) -> list[Any]:
         """Return the indices of the elements of each tensor that a watch samples."""
         opt = one_bit(watch=watch, exact=lambda tensors: exact or [False] * len(tensors))
         tensors = [np.arange(float(n)) for n in sizes]

@@ -123,7 +123,7 @@ BROKEN = {
     "own": (LOOP, "_land", keeps_its_own, test_laws.test_ranks_differ_between_rounds_and_agree_after_them),
     "decay": (CompressedMean, "rescaled", without_decay, test_laws.test_sent_and_owed_values_add_up),
     "scale": (
-        module.primitives,
+        primitives,
         "scale",
         without_scale,
         test_references.test_muloco_moves_compressed_tensors_by_the_square_of_its_rate,
@@ -142,7 +142,7 @@ BROKEN = {
     ),
     "alias": (module, "copy", aliases, test_laws.test_returned_parameters_share_no_memory_with_the_state),
     "mixing": (
-        module.primitives,
+        primitives,
         "momentum",
         mixes_the_other_way,
         test_laws.test_results_are_mixed_with_the_local_parameters,

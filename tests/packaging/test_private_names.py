@@ -227,7 +227,7 @@ MISSING = [
     ("torch.autograd.variable.Variable", "_execution_engine", of_torch.call_at_end),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", of_torch.fsdp_state_of),
     ("builtins.object", "_fsdp_param_group", lambda: of_torch.averages_over_replicas(object())),
-    ("builtins.object", "_version", lambda: of_torch.writes_to(object())),
+    ("builtins.object", "_version", lambda: of_torch.writes_to(object())),  # type: ignore[arg-type]
     ("builtins.object", "parameters_to_ignore", lambda: of_torch.ignored_by(object())),
     ("builtins.object", "_join_config", lambda: of_torch.is_joined_without(object(), object())),
     (

@@ -23,6 +23,8 @@ def load(name: str) -> ModuleType:
     """Import a module beside this one, under the name by which the scripts here import each other."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[name]

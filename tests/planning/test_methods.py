@@ -11,7 +11,7 @@ import pytest
 import qcomp
 from qcomp.comm import run_local
 from qcomp.core.mean.owned import OwnedMean
-from qcomp.core.optimizers.muon import ITERATIONS
+from qcomp.core.numeric.orthogonal import ITERATIONS
 from qcomp.planning import (
     CPU,
     Cluster,

@@ -205,7 +205,8 @@ class Group(qcomp.torch.ft.ProcessGroup):
     """A group that a `Manager` configures without a store."""
 
     def __init__(self) -> None:
-        self.comm, self.quorum = None, -1
+        self.comm: Any = None
+        self.quorum = -1
 
 
 class Manager:

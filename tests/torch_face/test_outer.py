@@ -952,7 +952,7 @@ class TestBrokenBuffers:
 class TestStepsInsideSteps:
     """torch runs the hooks of an optimizer again where the step of its class calls that of a base class."""
 
-    class Careful(torch.optim.AdamW):
+    class Careful(torch.optim.AdamW):  # type: ignore[name-defined]
         fails = False
 
         def step(self, closure=None):

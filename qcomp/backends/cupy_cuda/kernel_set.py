@@ -10,10 +10,10 @@ from array_api_compat import is_cupy_array
 
 from qcomp.backends.cupy_cuda.launches import CudaKernels, Launch
 from qcomp.backends.cupy_cuda.sources import source
+from qcomp.core.numeric.arrays import Array
 
 __all__ = ["KERNELS", "OPTIONS", "CupyKernels", "CupyRuntime"]
 
-Array = Any
 
 OPTIONS = ("--std=c++17", "--fmad=false")
 """Compiler options. Results depend neither on them nor on those that CuPy adds; see ``arithmetic.cuh``."""
@@ -26,21 +26,21 @@ class CupyRuntime:
         """Return whether x is a CuPy array."""
         return bool(is_cupy_array(x))
 
-    def address(self, x: Array) -> int:
+    def address(self, x: Any) -> int:
         """Return the address of an array's first element in device memory."""
         return int(x.data.ptr)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: str, *, like: Any) -> Any:
         """Return a new array on the device of ``like``."""
         with like.device:
             return _cupy().empty(shape, dtype=_dtype(dtype, like))
 
-    def zeros(self, shape: tuple[int, ...], dtype: str, *, like: Array) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: str, *, like: Any) -> Any:
         """Return a new array of zeros on the device of ``like``."""
         with like.device:
             return _cupy().zeros(shape, dtype=_dtype(dtype, like))
 
-    def run(self, launch: Launch, *, like: Array) -> None:
+    def run(self, launch: Launch, *, like: Any) -> None:
         """Start a kernel on the current stream of the device of ``like``."""
         with like.device:
             kernel = _kernel(launch.name, like.device.id)

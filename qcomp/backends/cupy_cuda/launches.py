@@ -12,14 +12,13 @@ from qcomp.backends.cupy_cuda.sources import DTYPES, kernel_name
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.kernels import Blend, Encoded, StepNumbers
-from qcomp.core.numeric.arrays import device, dtype_name
+from qcomp.core.numeric.arrays import Array, device, dtype_name
 from qcomp.core.numeric.buckets import bucket_count, padded_size
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
 __all__ = ["CudaKernels", "Launch", "Runtime"]
 
-Array = Any
 Scalars = tuple[np.generic, ...]
 
 _GROUP = 32
@@ -206,7 +205,7 @@ class CudaKernels:
             for array in arrays
         )
 
-    def _reaches(self, array: Array, like: Array) -> bool:
+    def _reaches(self, array: Any, like: Array) -> bool:
         """Return whether an array is contiguous and on the device of ``like``: kernels then need only its address."""
         return self.runtime.owns(array) and bool(array.flags.c_contiguous) and device(array) == device(like)
 

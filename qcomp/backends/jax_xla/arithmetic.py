@@ -13,7 +13,7 @@ from qcomp.core.numeric.arrays import bitcast, divide, flush, sqrt
 
 __all__ = ["adam_step", "finish_mean", "frozen_step", "momentum", "scalars"]
 
-Array = Any
+Array = Any  # as the functions of JAX take it
 
 
 @jax.jit
@@ -64,7 +64,8 @@ def _rounded(x: Array, numbers: Mapping[str, Array]) -> Array:
     An integer operation on the bits prevents this: its operand is always 0, but known only at run time.
     """
     nothing = numbers["nothing"]
-    return bitcast(jnp.bitwise_or(bitcast(x, nothing.dtype), nothing), x.dtype)
+    bits: Any = bitcast(x, nothing.dtype)
+    return bitcast(jnp.bitwise_or(bits, nothing), x.dtype)
 
 
 def scalars(like: Array, **values: float) -> dict[str, Array]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
-from qcomp.backends.jax_xla.arithmetic import finish_mean, frozen_step, momentum, scalars
+from qcomp.backends.jax_xla.arithmetic import Array, finish_mean, frozen_step, momentum, scalars
 from qcomp.backends.jax_xla.programs import arguments_of, decoder, encoder
 from qcomp.core.compressors import QSGD, MinMaxUInt8, Scaled, ScaledSign
 from qcomp.core.kernels import Blend, Encoded, StepNumbers
@@ -17,7 +15,6 @@ from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "JaxKernels"]
 
-Array = Any
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from array_api_compat import is_array_api_obj
 
+from qcomp.backends.jax_xla.arithmetic import Array
 from qcomp.core import primitives
 from qcomp.core.kernels import use_kernels
 from qcomp.core.numeric.arrays import LIMIT, compute_dtype_name, flush, to_compute_dtype
@@ -22,7 +23,6 @@ from qcomp.core.traits import AnyCompressor
 
 __all__ = ["arguments_of", "decoder", "encoder"]
 
-Array = Any
 Program = Callable[..., Any]
 
 PROGRAMS = 512
@@ -62,7 +62,7 @@ def encoder(
         key = Key(**dict(constant), **traced)
         with use_kernels(None):
             data, new, _ = primitives.encode(compressor, x, residual, key)
-        p = to_compute_dtype(x) if residual is None else flush(flush(to_compute_dtype(x)) + residual)
+        p: Any = to_compute_dtype(x) if residual is None else flush(flush(to_compute_dtype(x)) + residual)
         # "Not below" includes NaN; "at or above" would not.
         refused = jnp.any(~(jnp.abs(p) < LIMIT))
         return data, new, jnp.reshape(refused, (1,)).astype(jnp.uint8)

@@ -44,6 +44,7 @@ from qcomp.backends.numba_cpu.vectors import descend, finish_mean, in_range, mom
 from qcomp.core.kernels import AdamNumbers, Blend, Encoded, EncodedFrame, StepNumbers
 from qcomp.core.mean.framing import Frame
 from qcomp.core.numeric.arrays import (
+    Array,
     dtype_name,
     is_mutable,
     to_compute_dtype,
@@ -54,7 +55,6 @@ from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "NumbaKernels"]
 
-Array = Any
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -68,7 +68,7 @@ class NumbaKernels:
     name = "numba"
     any_shape = True
 
-    def takes(self, x: Array) -> bool:
+    def takes(self, x: Any) -> bool:
         """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that is computed in float32."""
         if _is_tensor(x) and not x.is_cpu:
             return False
@@ -182,12 +182,14 @@ class NumbaKernels:
             return None
         return Encoded(_as_array_of(like, data), None if residual is None else rest, None)
 
-    def empty_likes(self, arrays: Sequence[Array]) -> list[Array | None] | None:
+    def empty_likes(self, arrays: Sequence[Array]) -> list[Array] | None:
         """Return `empty_like` of each of several arrays."""
         if any(dtype_name(dtype) != "float32" for dtype in {x.dtype for x in arrays}):
             return None
-        buffers: list[Array] = [empty(tuple(x.shape)) for x in arrays]
-        return [_as_array_of(arrays[0], buffer) for buffer in buffers] if _is_tensor(arrays[0]) else buffers
+        buffers = [empty(tuple(x.shape)) for x in arrays]
+        return (
+            [_as_array_of(arrays[0], buffer) for buffer in buffers] if _is_tensor(arrays[0]) else [*buffers]
+        )
 
     def encode_frames(
         self,
@@ -267,7 +269,7 @@ class NumbaKernels:
         plan = plan_of([frame])
         if not plan.groups:
             return None
-        outs = into or [_as_array_of(like, empty((size,))) for size in plan.sizes]
+        outs: Sequence[Any] = into or [_as_array_of(like, empty((size,))) for size in plan.sizes]
         segments = range(len(plan.sizes))
         new = _addresses_of(outs, segments, written=True)
         old = _addresses_of(residuals, segments) if residuals else new
@@ -443,7 +445,8 @@ def _is_tensor(x: Array) -> bool:
 
 def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
     """Return a NumPy array as an array of the library of x that shares its memory."""
-    return import_module("torch").from_numpy(values) if _is_tensor(x) else values
+    shared: Array = import_module("torch").from_numpy(values) if _is_tensor(x) else values
+    return shared
 
 
 def _empty(like: Array) -> Array:
@@ -475,7 +478,7 @@ def _sizes(arrays: Sequence[Array]) -> list[int]:
     return [math.prod(x.shape) for x in arrays]
 
 
-def _address_of_tensor(x: Array) -> int:
+def _address_of_tensor(x: Any) -> int:
     """Return the address of a torch tensor's elements, or -1 unless they are contiguous float32 on the CPU."""
     if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
         return -1
@@ -502,7 +505,7 @@ def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
     return None if values is None or not values.flags.writeable else (out, values)
 
 
-def _values(x: Array) -> Floats | None:
+def _values(x: Any) -> Floats | None:
     """Return a flat NumPy view of an array, or None if that is not possible."""
     if _is_tensor(x):
         if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
@@ -513,7 +516,7 @@ def _values(x: Array) -> Floats | None:
     return x.reshape(-1)
 
 
-def _bytes(data: Array) -> Bytes:
+def _bytes(data: Any) -> Bytes:
     found: Bytes = data.numpy() if _is_tensor(data) else data
     return found
 
@@ -523,14 +526,14 @@ def _received(kernels: CompressorKernels, payloads: Sequence[Array], out: Floats
     return decoded_vectors([_bytes(payload) for payload in payloads], kernels.bucket_size, out)
 
 
-def _addresses_of(arrays: Sequence[Array], numbers: Sequence[int], *, written: bool = False) -> Longs | None:
+def _addresses_of(arrays: Sequence[Any], numbers: Sequence[int], *, written: bool = False) -> Longs | None:
     """Return the addresses of the arrays with these numbers, or None if the kernels cannot access all of them."""
     some = arrays if len(numbers) == len(arrays) else [arrays[number] for number in numbers]
     found = _addresses(some, written=written)
     return None if found is None else np.asarray(found, dtype=np.int64)
 
 
-def _addresses_of_messages(messages: Sequence[Array]) -> Longs | None:
+def _addresses_of_messages(messages: Sequence[Any]) -> Longs | None:
     """Return the addresses of messages, or None if one is not contiguous in CPU memory."""
     if _is_tensor(messages[0]):
         found = [x.data_ptr() if x.is_cpu and x.is_contiguous() else -1 for x in messages]

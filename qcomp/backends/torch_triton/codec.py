@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from qcomp.backends.torch_triton.packing import clear_gap, unpack
 from qcomp.backends.torch_triton.primitives import STRICT, flush
@@ -26,7 +27,6 @@ from qcomp.core.kernels import Blend
 
 __all__ = ["NO_DRAWS", "Family", "decode", "encode"]
 
-Array = Any
 
 NO_DRAWS = (0, 0, 0)
 """The stream of a compressor that draws nothing."""
@@ -62,13 +62,13 @@ class Family(NamedTuple):
 
 def encode(
     family: Family,
-    x: Array,
+    x: Tensor,
     blend: Blend | None,
-    residual: Array | None,
+    residual: Tensor | None,
     stream: tuple[int, int, int],
-    parts: Mapping[str, Array],
-    out: Array | None,
-    refused: Array,
+    parts: Mapping[str, Any],
+    out: Tensor | None,
+    refused: Tensor,
 ) -> None:
     """Compress x plus the residual, and store what is lost as the new residual.
 
@@ -118,7 +118,7 @@ def encode(
     )
 
 
-def decode(family: Family, parts: Mapping[str, Array], out: Array, *, accumulate: bool) -> None:
+def decode(family: Family, parts: Mapping[str, Any], out: Tensor, *, accumulate: bool) -> None:
     """Decompress codes into a buffer, or add their values to it.
 
     Parameters
@@ -149,7 +149,7 @@ def decode(family: Family, parts: Mapping[str, Array], out: Array, *, accumulate
     )
 
 
-def _fields(parts: Mapping[str, Array]) -> tuple[Array, Array, Array | None]:
+def _fields(parts: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the codes, the first scales, and the second ones or None."""
     codes, scales, *others = parts.values()
     return codes, scales, others[0] if others else None

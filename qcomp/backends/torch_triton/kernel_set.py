@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from qcomp.backends.torch_triton import codec
 from qcomp.backends.torch_triton.lloyd_max import lloyd_max
@@ -23,7 +24,6 @@ from qcomp.core.traits import AnyCompressor
 
 __all__ = ["KERNELS", "TritonKernels"]
 
-Array = Any
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # older ones flush subnormal numbers
     raise ImportError(f"Triton 3.4 or newer, which torch 2.8 brings, instead of {triton.__version__}")
@@ -49,18 +49,18 @@ class TritonKernels:
 
     name = "triton"
 
-    def takes(self, x: Array) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Return whether x is a tensor on a CUDA or ROCm device, or on the CPU under Triton's interpreter."""
         return isinstance(x, torch.Tensor) and x.device.type in _DEVICES and x.dtype in _DTYPES
 
     def encode(
         self,
         compressor: AnyCompressor,
-        x: Array,
-        residual: Array | None,
+        x: Tensor,
+        residual: Tensor | None,
         key: Key | None,
         *,
-        out: Array | None,
+        out: Tensor | None,
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x, or the momentum that x is blended into, plus the residual.
@@ -97,8 +97,8 @@ class TritonKernels:
         return Encoded(data, new, refused)
 
     def decode(
-        self, compressor: AnyCompressor, data: Array, like: Array, *, out: Array | None, accumulate: bool
-    ) -> Array | None:
+        self, compressor: AnyCompressor, data: Tensor, like: Tensor, *, out: Tensor | None, accumulate: bool
+    ) -> Tensor | None:
         """Return the decompressed payload, in ``out`` if given."""
         family = _family(compressor)
         target = torch.empty_like(like) if out is None else out
@@ -109,7 +109,7 @@ class TritonKernels:
             codec.decode(family, parts, target, accumulate=accumulate)
         return target
 
-    def finish_mean(self, total: Array, count: int) -> Array | None:
+    def finish_mean(self, total: Tensor, count: int) -> Tensor | None:
         """Divide a sum over ranks by their number, in place."""
         if not _matches(total, total):
             return None
@@ -117,7 +117,7 @@ class TritonKernels:
             finish_mean(total, count)
         return total
 
-    def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
+    def momentum(self, m: Tensor, g: Tensor, beta1: float, scale: float) -> Tensor | None:
         """Return the new momentum in a new tensor."""
         if not (_matches(m, m) and _matches(g, m)):
             return None
@@ -126,7 +126,9 @@ class TritonKernels:
             momentum(m, g, beta1, scale, mixed)
         return mixed
 
-    def frozen_step(self, p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array] | None:
+    def frozen_step(
+        self, p: Tensor, m: Tensor, v: Tensor, numbers: StepNumbers
+    ) -> tuple[Tensor, Tensor] | None:
         """Return the new parameters in a new tensor, and the masked momentum in the buffer of m."""
         if not all(_matches(x, m) for x in (p, m, v)):
             return None
@@ -146,7 +148,7 @@ def _family(c: AnyCompressor) -> codec.Family | None:
     return make(inner, *factor) if make is not None and inner.traits.bucket_size <= MAX_BUCKET_SIZE else None
 
 
-def _matches(x: Array, like: Array, dtype: torch.dtype = torch.float32) -> bool:
+def _matches(x: Any, like: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Return whether x is a plain tensor of a dtype, with the device and number of elements of ``like``."""
     return (
         isinstance(x, torch.Tensor)
@@ -158,11 +160,11 @@ def _matches(x: Array, like: Array, dtype: torch.dtype = torch.float32) -> bool:
     )
 
 
-def _same_memory(x: Array, y: Array) -> bool:
+def _same_memory(x: Tensor, y: Tensor) -> bool:
     same: bool = x.data_ptr() == y.data_ptr()
     return same
 
 
-def _on_device_of(x: Array) -> AbstractContextManager[Any]:
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context that launches kernels on the device of x."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -6,24 +6,22 @@ limits all of them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from qcomp.backends.torch_triton.primitives import STRICT, flush
 from qcomp.core.kernels import StepNumbers
 
 __all__ = ["finish_mean", "frozen_step", "momentum"]
 
-Array = Any
 
 _RUN = 2048
 """Elements of a program: four 16-byte loads per thread."""
 _OPTIONS = {"RUN": _RUN, "num_warps": 4, **STRICT}
 
 
-def finish_mean(total: Array, count: int) -> None:
+def finish_mean(total: Tensor, count: int) -> None:
     """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0.
 
     Parameters
@@ -36,7 +34,7 @@ def finish_mean(total: Array, count: int) -> None:
     _finish_mean[_grid(total)](total, total.numel(), float(count), **_OPTIONS)
 
 
-def momentum(m: Array, g: Array, beta1: float, scale: float, out: Array) -> None:
+def momentum(m: Tensor, g: Tensor, beta1: float, scale: float, out: Tensor) -> None:
     """Store beta1 * m + (1 - beta1) * scale * g in ``out``.
 
     Parameters
@@ -51,7 +49,7 @@ def momentum(m: Array, g: Array, beta1: float, scale: float, out: Array) -> None
     _momentum[_grid(m)](m, g, out, m.numel(), float(beta1), float((1 - beta1) * scale), **_OPTIONS)
 
 
-def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers, *, out: Array) -> None:
+def frozen_step(p: Tensor, m: Tensor, v: Tensor, numbers: StepNumbers, *, out: Tensor) -> None:
     """Update the parameters from the averaged momentum and the frozen, bias-corrected variance, and mask the momentum.
 
     Parameters
@@ -66,7 +64,7 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers, *, out: Arra
     _frozen_step[_grid(p)](p, m, v, out, p.numel(), *map(float, numbers), DECAY=decays, **_OPTIONS)
 
 
-def _grid(x: Array) -> tuple[int]:
+def _grid(x: Tensor) -> tuple[int]:
     return (triton.cdiv(x.numel(), _RUN),)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from qcomp.core.compressor import Compressor
-from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.arrays import Array, Kind, array_namespace
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, Payload, PayloadSpec
 from qcomp.core.registry import register
@@ -45,10 +45,10 @@ class Identity(Compressor):
         """Return a payload with a copy of the values; see `Compressor.compress`."""
         return super().compress(_copied(x), key=key)
 
-    def decompress(self, payload: Payload, *, like: Array, out: Array | None = None) -> Array:
+    def decompress(self, payload: Payload, *, like: Kind, out: Kind | None = None) -> Kind:
         """Return a copy of the values; see `Compressor.decompress`."""
         values = super().decompress(payload, like=like, out=out)
-        return values if out is not None else _copied(values)
+        return values if out is not None else _copied(values)  # type: ignore[return-value]
 
     @property
     def fields_by_bucket(self) -> bool:

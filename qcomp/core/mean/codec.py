@@ -352,7 +352,7 @@ class _NewResiduals:
 
     def add(self, tensor: int, part: Array | None) -> None:
         """Take the next part, which is in its buffer already if it has one."""
-        if self.old and self.buffers[tensor] is None:
+        if part is not None and self.buffers[tensor] is None:
             self._parts[tensor].append(part)
 
     def whole(self) -> tuple[Array, ...]:

@@ -214,5 +214,6 @@ class _Wholes:
         for old, buffer, parts in zip(self._arrays, self._buffers, found, strict=True):
             parts.sort(key=lambda part: part[0])
             in_place = all(is_there for _, _, is_there in parts)
-            new.append(old if not parts else buffer if in_place else concat([value for _, value, _ in parts]))
+            joined = buffer if in_place else concat([value for _, value, _ in parts])
+            new.append(old if joined is None or not parts else joined)
         return tuple(new)

@@ -183,7 +183,7 @@ class Arriving(Sequence[Array]):
     def __getitem__(self, index: int) -> Array: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Array]: ...
-    def __getitem__(self, index: int | slice) -> Array:
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
         return self.wait()[index]
 
     def __len__(self) -> int:

@@ -13,17 +13,19 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import array_api_compat
 from array_api_compat import is_array_api_obj, is_jax_array, is_numpy_array, is_torch_array
 
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.numeric.array_type import Array, Kind, Mutable, Namespace
 
 __all__ = [
     "LIMIT",
     "TINY",
     "Array",
+    "Kind",
     "all_below",
     "array_namespace",
     "as_list",
@@ -67,8 +69,6 @@ __all__ = [
     "write_into",
 ]
 
-Array = Any
-Namespace = Any
 
 TINY = 2.0**-126
 """The smallest normal float32: smaller magnitudes count as zero (`flush`)."""
@@ -139,7 +139,7 @@ def require_dense(x: Any, argument: str) -> None:
 def as_list(x: Array | Sequence[Array]) -> list[Array]:
     """Return one or several tensors as a list; raise TypeError unless all are dense arrays."""
     several = isinstance(x, list | tuple)
-    tensors = list(x) if several else [x]
+    tensors: list[Any] = list(x) if several else [x]
     if not tensors:
         raise ValueError("x is empty; expected an array or a sequence of at least one")
     for index, tensor in one_of_each_kind(tensors):
@@ -168,7 +168,7 @@ def sharing(arrays: Sequence[Array]) -> tuple[int, int] | None:
     return None
 
 
-def _span(x: Array) -> tuple[int, int]:
+def _span(x: Any) -> tuple[int, int]:
     """Return the addresses at which an array begins and ends, or if it has gaps, its first byte."""
     if hasattr(type(x), "data_ptr"):  # torch
         size, start, strides = x.itemsize, x.data_ptr(), [step * x.itemsize for step in x.stride()]
@@ -264,7 +264,7 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
     return xp.astype(x, getattr(xp, compute))
 
 
-def detached(tensors: Sequence[Array]) -> list[Array]:
+def detached(tensors: Sequence[Any]) -> list[Array]:
     """Return tensors detached from automatic differentiation, which torch would record, and from a minus sign.
 
     The memory of a tensor of torch may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then
@@ -281,14 +281,15 @@ def bitcast(x: Array, dtype: Any) -> Array:
     """
     if x.dtype == dtype:
         return x
-    view = getattr(x, "view", None)
-    if view is None:
+    if not hasattr(x, "view"):
         values = in_numpy(x).copy().view(dtype_name(dtype))
         return array_namespace(x).asarray(values, device=device(x))
-    return (view if _is_dense(x, dtype) else array_namespace(x).concat([x, x[:0]]).view)(dtype)
+    dense: Any = x if _is_dense(x, dtype) else array_namespace(x).concat([x, x[:0]])
+    bits: Array = dense.view(dtype)
+    return bits
 
 
-def _is_dense(x: Array, dtype: Any) -> bool:
+def _is_dense(x: Any, dtype: Any) -> bool:
     """Return whether the elements of x are contiguous, as a view of another dtype requires."""
     if hasattr(type(x), "stride"):  # torch, which also requires an address aligned to the item size
         aligned = x.storage_offset() * x.itemsize % itemsize(dtype_name(dtype)) == 0
@@ -415,7 +416,7 @@ def sqrt(x: Array) -> Array:
     return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), x.dtype)
 
 
-def _rounded_once(function: Callable[..., Array], *arrays: Array) -> Array:
+def _rounded_once(function: Callable[..., Array], *arrays: Any) -> Array:
     """Return the quotient or root of JAX arrays, correctly rounded.
 
     On GPUs, XLA's quotients and roots of float32 are off by an ulp. Those of float64 are not, and rounded to float32
@@ -428,10 +429,11 @@ def _rounded_once(function: Callable[..., Array], *arrays: Array) -> Array:
     jax = sys.modules["jax"]
     with jax.enable_x64(True):
         wide = function(*(x.astype("float64") for x in arrays))
-        return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23).astype("float32")
+        rounded: Array = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23).astype("float32")
+        return rounded
 
 
-def _compiles_for_host(x: Array) -> bool:
+def _compiles_for_host(x: Any) -> bool:
     """Return whether XLA computes with a JAX array on a CPU. Where a GPU is present, a traced array may be on it."""
     platforms = {sys.modules["jax"].default_backend()} if is_traced(x) else {d.platform for d in x.devices()}
     return platforms == {"cpu"}
@@ -520,9 +522,9 @@ def host_numbers(x: Array) -> list[float]:
     return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 
 
-def is_mutable(x: Array) -> bool:
+def is_mutable(x: Array) -> TypeGuard[Mutable]:
     """Return whether the elements of x can be written to."""
-    flags = x.flags if hasattr(type(x), "flags") else None
+    flags = getattr(x, "flags", None) if hasattr(type(x), "flags") else None
     if flags is not None:  # NumPy, and CuPy, whose arrays are always writeable
         return bool(getattr(flags, "writeable", True))
     return hasattr(type(x), "__setitem__") and array_namespace(x).__name__ != "jax.numpy"
@@ -560,8 +562,9 @@ def require_like(out: Array, value: Array, *, argument: str = "out") -> None:
 def write_into(out: Array, value: Array, *, argument: str = "out") -> Array:
     """Write value into the buffer out, which must have its size and dtype, and return out."""
     require_like(out, value, argument=argument)
+    buffer: Any = out
     try:
-        out[...] = array_namespace(value).reshape(value, out.shape)
+        buffer[...] = array_namespace(value).reshape(value, out.shape)
     except TypeError as error:
         raise TypeError(f"{argument} is an immutable {type(out).__name__}; pass None") from error
     return out

@@ -1,6 +1,5 @@
 """Rules that decide when an optimizer freezes its variance."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -229,7 +228,7 @@ def warn_of_zeros(state: OptimizerState, tensors: Iterable[int], until: str) -> 
         How long they do not move, as the warning says it.
     """
     sums = totals(state.variance)
-    still = [i for i in tensors if not sums[i] and math.prod(state.variance[i].shape)]
+    still = [i for i in tensors if not sums[i] and 0 not in state.variance[i].shape]
     if still:
         warn_caller(
             f"all gradients of {some(state.names[i] for i in still)} were 0 in the first {state.step} steps, so their "

@@ -128,7 +128,7 @@ def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
             )
 
 
-def _place(x: Array, what: str) -> Any:
+def _place(x: Any, what: str) -> Any:
     """Return the devices that each hold all of a JAX array; None if JAX moves it to where it is needed."""
     if is_traced(x) or not getattr(x, "committed", True):
         return None

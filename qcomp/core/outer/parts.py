@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.tensorwise import TensorwiseMean
@@ -10,6 +11,8 @@ from qcomp.core.optimizers.compression import Compressing
 from qcomp.core.state import OptimizerState
 
 __all__ = ["put", "take"]
+
+Item = TypeVar("Item")
 
 
 def take(state: OptimizerState, members: tuple[int, ...], compression: Compressing) -> OptimizerState:
@@ -86,7 +89,7 @@ def _compressors(compressors: tuple[Compressor, ...], own: tuple[int, ...]) -> t
     return tuple(compressors[i] for i in own) if compressors else ()
 
 
-def _chosen(values: tuple[Array, ...], members: Sequence[int]) -> tuple[Array, ...]:
+def _chosen(values: tuple[Item, ...], members: Sequence[int]) -> tuple[Item, ...]:
     return tuple([values[i] for i in members]) if values else ()
 
 

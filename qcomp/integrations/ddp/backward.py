@@ -118,6 +118,7 @@ def put_means(part: Piece) -> None:
     """Replace the gradients of a part with their means, except for parameters that no rank used."""
     assert part.means is not None
     # Further averages follow the means of the gradients.
+    mean: Any
     for number, gradient, mean in zip(part.numbers, part.gradients, part.means.values, strict=False):
         if number not in part.unused and mean.data_ptr() != gradient.data_ptr():
             gradient.copy_(mean)

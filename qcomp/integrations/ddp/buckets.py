@@ -229,7 +229,8 @@ class BucketedStep:
 
     def _compare(self, running: BackwardPass, gradients: Sequence[tuple[int, Any]]) -> None:
         """Copy a bucket's sample before means overwrite it; compare the samples once all buckets have arrived."""
-        running.samples += [first_elements(gradient).clone() for _, gradient in gradients]
+        samples: list[Any] = [first_elements(gradient) for _, gradient in gradients]
+        running.samples += [sample.clone() for sample in samples]
         if not running.is_complete:
             return
 
@@ -509,9 +510,9 @@ class SavesState(ABC):
 
 def with_own_moments(state: OptimizerState) -> OptimizerState:
     """Return a state with its own copies of the moments, since a step overwrites them."""
-    return state._replace(
-        momentum=tuple(m.clone() for m in state.momentum), variance=tuple(v.clone() for v in state.variance)
-    )
+    moments: tuple[Any, Any] = state.momentum, state.variance
+    momentum, variance = (tuple(m.clone() for m in of_kind) for of_kind in moments)
+    return state._replace(momentum=momentum, variance=variance)
 
 
 def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:

@@ -278,6 +278,7 @@ class ElasticOuterLoop(QuorumMember):
             lengths = drive(gather_texts(str(len(sent)), comm.size, sent), comm)
             if comm.rank != root:
                 sent = torch.zeros(int(lengths[root]), dtype=torch.uint8)
+            arrived: Any
             (arrived,) = drive(broadcast_stages([sent], root=root, rank=comm.rank, size=comm.size), comm)
             kept = kept if is_member else _read(arrived)
         self._kept = {snapshot.label: kept for snapshot in held.history}

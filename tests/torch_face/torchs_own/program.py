@@ -24,7 +24,7 @@ import qcomp
 import qcomp.torch
 
 # Tests that write their own expectations need it; none here does.
-sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))
+sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))  # type: ignore[arg-type]
 
 from torch.testing._internal import common_optimizers  # noqa: E402
 

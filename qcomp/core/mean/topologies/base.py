@@ -63,7 +63,8 @@ class Call(NamedTuple):
             places = list(self.values)
         else:
             places = empty_likes(self.values)
-        return None if [place for place in places if place is None] else places
+        found = [place for place in places if place is not None]
+        return found if len(found) == len(places) else None
 
 
 class Averaged(NamedTuple):

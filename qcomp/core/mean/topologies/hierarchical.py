@@ -258,8 +258,8 @@ class _NodeShare:
         codec = Codec(self.call.values)
         messages, blamed = [], set()
         for lane, (frames, leader) in enumerate(zip(layout.relayed, members, strict=False)):
-            opened, accused = self._unseal(codec, self._unpacked(arrived[leader], leader), frames, lane)
-            messages += opened
+            unsealed, accused = self._unseal(codec, self._unpacked(arrived[leader], leader), frames, lane)
+            messages += unsealed
             blamed |= accused
         if blamed:
             raise NonFiniteError(

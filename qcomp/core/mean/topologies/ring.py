@@ -117,7 +117,7 @@ class _Share:
         owed = dict(zip((*ranges.worker, *ranges.server), residuals, strict=bool(residuals)))
         left: dict[Segment, Array] = {}
         errors: list[NonFiniteError] = []
-        sealed = arrived = None
+        arrived = None
         for hop in range(self.size):
             owner = (self.rank - 1 - hop) % self.size
             compressed, blamed = self._passed_on(owner, hop, arrived, owed)
