@@ -266,7 +266,7 @@ def accepted_specs() -> Iterator[Vector]:
         payload = c.compress(x, key=KEY)
         yield {
             "written by qcomp": c.spec,
-            "file": blob(text, x.size, payload.data.tobytes()).hex(),
+            "file": blob(text, x.size, np.asarray(payload.data).tobytes()).hex(),
             "decoded": {"float32": decoded(text, payload, "float32")},
         }
 
@@ -495,16 +495,16 @@ def draws() -> Vector:
         found.append(
             {
                 "key": key._asdict(),
-                "stream": stream_of(key, like=like).view(np.uint32).tolist(),
-                "draws of bucket 2, of 5 elements, bucket_size 64": draws16(
-                    key, tail, bucket_size=64, like=like
-                )
-                .astype(int)[0]
+                "stream": np.asarray(stream_of(key, like=like)).view(np.uint32).tolist(),
+                "draws of bucket 2, of 5 elements, bucket_size 64": np.asarray(
+                    draws16(key, tail, bucket_size=64, like=like)
+                )[0]
+                .astype(int)
                 .tolist(),
             }
         )
     philox = [
-        {"counter": w[:4], "key": w[4:], "words": list(philox4x32((*w[:4],), (*w[4:],)))}
+        {"counter": w[:4], "key": w[4:], "words": list(philox4x32((w[0], w[1], w[2], w[3]), (w[4], w[5])))}
         for w in map(list, words)
     ]
     return {"philox": philox, "keys": found}
@@ -525,10 +525,12 @@ def messages() -> Vector:
                     "compressors": specs,
                     "elements": 5,
                     "lengths": with_lengths,
-                    "payloads": [x.tobytes().hex() for x in data],
+                    "payloads": [np.asarray(x).tobytes().hex() for x in data],
                     "verdict": verdict,
-                    "message": message.tobytes().hex(),
-                    "sealed for 3 ranks, which blames rank 2": seal(message, {2}, 3).tobytes().hex(),
+                    "message": np.asarray(message).tobytes().hex(),
+                    "sealed for 3 ranks, which blames rank 2": np.asarray(seal(message, {2}, 3))
+                    .tobytes()
+                    .hex(),
                 }
             )
     return {"frames": found}
