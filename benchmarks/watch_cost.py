@@ -58,7 +58,7 @@ def main() -> None:
     print("\n\n".join(texts.values()))
 
 
-def optimizers(method: str) -> list[qcomp.Adam]:
+def optimizers(method: str) -> list[qcomp.OneBitAdam]:
     """Return the same optimizer without a watch and with the default one."""
     shared: dict[str, Any] = {
         "learning_rate": 1e-3,
@@ -131,7 +131,7 @@ def measure_training(width: int, method: str, rounds: int) -> dict[str, Any]:
     return {"passes": passes, "updates": updates}
 
 
-def bytes_sent(opt: qcomp.Adam, grads: list[np.ndarray]) -> int:
+def bytes_sent(opt: qcomp.OneBitAdam, grads: list[np.ndarray]) -> int:
     """Return the bytes that each of two ranks sends in a turn of compressed steps."""
 
     def rank_main(comm: Any) -> int:

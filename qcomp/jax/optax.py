@@ -24,11 +24,13 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.numeric.arrays import compute_dtype_name
-from qcomp.core.optimizers.adam import Adam, divided
-from qcomp.core.optimizers.floor import floored, require_floor
+from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.variance.arithmetic import bias_corrections, divided, floored
+from qcomp.core.variance.policy import VariancePolicy
+from qcomp.core.variance.rules import FreezeAt
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals
@@ -162,8 +164,13 @@ def scale_by_onebit_adam(
     if type(freeze) is not int or freeze < 1:
         raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
     adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
-    require_floor(variance_floor)
-    of_momentum, of_variance = _corrections(b1, _until_one(b1)), _corrections(b2, freeze)
+    VariancePolicy(FreezeAt(freeze), variance_floor)  # checks this
+    # After so many steps 1 - b1^step is 1 in float32.
+    until_one = 1 + math.ceil(25 * math.log(2) / -math.log(b1)) if b1 else 1
+    of_momentum, of_variance = (
+        np.asarray(bias_corrections([adam.betas] * steps, which, range(1, steps + 1)))
+        for which, steps in enumerate((until_one, freeze))
+    )
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
 
     def init(params: PyTree) -> OneBitAdamState:
@@ -201,10 +208,10 @@ def scale_by_onebit_adam(
             )
             exact = mean.keeps_exact(updates)
 
-            def frozen(variance: Array) -> Array:
-                return _floored(divided([variance], [1 - b2**freeze])[0], moments, exact, variance_floor)
+            def freeze_it(variance: Array) -> Array:
+                return _frozen(variance, float(of_variance[-1]), moments, exact, variance_floor)
 
-            variance = jax.lax.cond(count == freeze, frozen, lambda variance: variance, variance)
+            variance = jax.lax.cond(count == freeze, freeze_it, lambda variance: variance, variance)
             return direction, momentum, variance, residuals, accepted
 
         def compress() -> _Moved:
@@ -334,16 +341,6 @@ def _require_no_arrays(**settings: Any) -> None:
             )
 
 
-def _until_one(beta: float) -> int:
-    """Return a number of steps after which 1 - beta**steps is 1 in float32."""
-    return 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
-
-
-def _corrections(beta: float, steps: int) -> np.ndarray:
-    """Return 1 - beta**step for the first steps, rounded as the core does it."""
-    return 1 - beta ** np.arange(1, steps + 1, dtype=np.float64)
-
-
 def _at(corrections: np.ndarray, count: Array) -> Array:
     """Return the correction of a step, the last one for all later steps."""
     return jnp.asarray(corrections)[jnp.minimum(count, len(corrections)) - 1]
@@ -363,9 +360,11 @@ def _cut(joined: Array, like: PyTree) -> PyTree:
     )
 
 
-def _floored(variance: Array, like: Sequence[Array], exact: Sequence[bool], floor: float) -> Array:
-    """Return `floored` of joined variances of arrays like these; those of one size are floored together."""
-    parts = cut(variance, [x.size for x in like])
+def _frozen(
+    variance: Array, correction: float, like: Sequence[Array], exact: Sequence[bool], floor: float
+) -> Array:
+    """Return `frozen` of joined variances of arrays like these; those of one size are floored together."""
+    parts = cut(divided([variance], [correction])[0], [x.size for x in like])
     of_size = defaultdict(list)
     for index, (part, is_exact) in enumerate(zip(parts, exact, strict=True)):
         if not is_exact and part.size:

@@ -10,11 +10,11 @@ from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import QSGD, MinMaxUInt8, ScaledSign
 from qcomp.core.mean.averaging import Averaging
-from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
-from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule
-from qcomp.core.optimizers.watch import VarianceWatch
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.rules import FreezeRule, VarianceStable
+from qcomp.core.variance.schedules import DoublingIntervals, LocalSteps, Schedule
+from qcomp.core.variance.watch import VarianceWatch
 from qcomp.torch.adamw import BeginsAsAdamW
 from qcomp.torch.optimizer import AveragingOptimizer
 

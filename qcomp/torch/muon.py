@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import LloydMax, ScaledSign
-from qcomp.core.optimizers.schedules import Schedule
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.reporting import warn_caller
+from qcomp.core.variance.schedules import Schedule
 from qcomp.torch.live import exact_of
 from qcomp.torch.optimizer import AveragingOptimizer
 

@@ -139,6 +139,23 @@ def test_a_freeze_that_is_not_a_step_is_refused(freeze):
         qcomp.jax.optax.onebit_adam(1e-3, freeze, "data")
 
 
+def test_joined_variances_freeze_as_each_does_alone():
+    """Those of one size are one array in a program; exact ones have no floor."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from qcomp.core.variance.arithmetic import frozen
+    from qcomp.jax.optax import _frozen
+
+    draws = np.random.default_rng(0).standard_normal((5, 12)).astype(np.float32) ** 8
+    parts = [draws[0], draws[1, :5], draws[2], np.zeros(0, np.float32), draws[3], draws[4, :5]]
+    exact = [False, False, True, False, False, True]
+    settings = [0.75] * len(parts), exact, 0.3
+    joined = _frozen(jnp.concatenate(parts), 0.75, [jnp.asarray(x) for x in parts], exact, 0.3)
+    assert np.array_equal(joined, np.concatenate(frozen(parts, *settings)))
+    assert not np.array_equal(joined, np.concatenate(frozen(parts, [0.75] * len(parts), [False] * 6, 0.3)))
+
+
 class TestInjectedSettings:
     """`optax.inject_hyperparams` makes arrays of numbers, and calls all that can be called with the step."""
 

@@ -118,7 +118,7 @@ class TestWarned:
 
     def test_a_watch_that_ignores_the_momentum_warns_later(self, job, monkeypatch):
         """The jump falls between two measurements of the gradient, which may be far apart."""
-        nothing = qcomp.core.optimizers.watch._Finding(0.0, "")
+        nothing = qcomp.core.variance.watch._Finding(0.0, "")
         steps = []
         for feels in (True, False):
             if not feels:

@@ -11,8 +11,8 @@ import pytest
 import qcomp
 from qcomp import FreezeAt, VarianceStable
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.optimizers.freeze import Observation
-from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+from qcomp.core.optimizers.onebit_adam import OneBitAdam
+from qcomp.core.variance.rules import Observation
 
 SHAPES = [(40,), (3, 11), (7,)]
 SIZES = [1, 2, 3]
@@ -66,7 +66,7 @@ optimizers = pytest.mark.parametrize(
 )
 
 
-def adam_like(opt: FrozenVarianceAdam) -> qcomp.Adam:
+def adam_like(opt: OneBitAdam) -> qcomp.Adam:
     return qcomp.Adam(
         learning_rate=opt.learning_rate,
         betas=opt.betas,
@@ -195,14 +195,14 @@ class TestCompressedStage:
 
     def test_ranks_with_momenta_of_their_own_are_caught(self, job, grads, monkeypatch):
         """If a rank kept what it sent instead of what all received, the ranks would drift apart."""
-        apply = FrozenVarianceAdam.apply
+        apply = OneBitAdam.apply
 
         def selfish(self, params, means, state):
             new_params, new = apply(self, params, means, state)
             own = tuple(m + state.rank * 1e-7 for m in new.momentum)
             return new_params, new._replace(momentum=own)
 
-        monkeypatch.setattr(FrozenVarianceAdam, "apply", selfish)
+        monkeypatch.setattr(OneBitAdam, "apply", selfish)
         run = job(one_bit(), grads(SHAPES, 99, 0), 2)
         with pytest.raises(AssertionError):
             run.step(of_ranks(grads, 2, 0))

@@ -12,7 +12,7 @@ import qcomp
 from qcomp import MismatchError, NonFiniteError
 from qcomp.comm import run_local
 from qcomp.core.numeric.arrays import compute_dtype_name
-from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+from qcomp.core.optimizers.onebit_adam import OneBitAdam
 
 SHAPES = [(40,), (3, 11), (7,)]
 WORLDS = ["aab", "abab", "aaabb", "abbccc"]
@@ -165,14 +165,14 @@ class TestStages:
 
     def test_nodes_with_momenta_of_their_own_are_caught(self, job, grads, monkeypatch):
         """If the ranks of a node continued from a momentum of their own, the nodes would drift apart."""
-        apply = FrozenVarianceAdam.apply
+        apply = OneBitAdam.apply
 
         def selfish(self, params, means, state):
             new_params, new = apply(self, params, means, state)
             own = tuple(m + state.exchange.nodes[state.rank] * 1e-7 for m in new.momentum)
             return new_params, new._replace(momentum=own)
 
-        monkeypatch.setattr(FrozenVarianceAdam, "apply", selfish)
+        monkeypatch.setattr(OneBitAdam, "apply", selfish)
         with pytest.raises(AssertionError):
             self.check_identity(job, grads, qadam(), "aab")
 

@@ -10,7 +10,7 @@ import pytest
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.numeric.arrays import host_bytes
-from qcomp.core.optimizers.floor import floored
+from qcomp.core.variance.arithmetic import floored
 from qcomp.testing.libraries import to_numpy
 
 SETTINGS = {"learning_rate": 0.1, "betas": (0.0, 0.9), "freeze": 1, "watch": None}
@@ -133,7 +133,7 @@ def test_the_floor_holds_in_every_step_of_a_re_warm(kind):
         state = opt.init(params, comm)
         for _ in range(2):
             params, state = opt.step(params, TINY, state, comm)
-    state = opt._rewarming(state, 20)._replace(stage="rewarm")
+    state = opt._policy._with_left(20, state)._replace(stage="rewarm")
     for _ in range(15):
         params, state = opt.step(params, TINY, state, comm)
         (v,) = state.variance

@@ -7,7 +7,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.optimizers.remeasure import kept_after, measured
+from qcomp.core.variance.arithmetic import kept_after, measured
 
 FREEZE, BETAS = 4, (0.9, 0.8)
 SHAPE = (6, 8)

@@ -13,7 +13,7 @@ import pytest
 import qcomp
 from qcomp import VarianceWatch
 from qcomp.comm import LocalCommunicator, run_local
-from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+from qcomp.core.optimizers.onebit_adam import OneBitAdam
 
 SHAPES = [(40,), (3, 11), (7,)]
 FREEZE, REWARM, BETAS = 4, 3, (0.8, 0.75)
@@ -290,14 +290,14 @@ class TestWarns:
         told = []
         for step in range(1000):
             ratio = 3.0 if step % 16 < 8 else 0.5
-            finding = qcomp.core.optimizers.watch._Finding(ratio / 2, "")
+            finding = qcomp.core.variance.watch._Finding(ratio / 2, "")
             state, says = watch._news(state._replace(step=step), {"growth": finding}, 10)
             told += [step] if says else []
         assert told[0] == 0
         assert len(told) <= math.log2(1000 / 10) + 1
         for index, (before, now) in enumerate(itertools.pairwise(told)):
             assert 10 * 2**index <= now - before < 10 * 2**index + 16
-        worse = qcomp.core.optimizers.watch._Finding(300.0, "")
+        worse = qcomp.core.variance.watch._Finding(300.0, "")
         assert watch._news(state, {"growth": worse}, 10)[1] == [""]
         assert watch._news(state, {"growth": worse._replace(excess=30.0)}, 10)[1] == []
 
@@ -307,7 +307,7 @@ class TestWarns:
         state = opt.enter(opt.initial_state([np.ones(8)], ("0",), 0, 1), "compressed")
         told = 0
         for step in range(1000):
-            finding = qcomp.core.optimizers.watch._Finding(1.1 if step % 3 else 0.9, "")
+            finding = qcomp.core.variance.watch._Finding(1.1 if step % 3 else 0.9, "")
             state, says = watch._news(state._replace(step=step), {"growth": finding}, 4)
             told += len(says)
         assert told == 1
@@ -474,13 +474,17 @@ class TestRewarm:
         )
 
     def test_residuals_that_are_dropped_are_caught(self, job, grads, monkeypatch):
-        rewarmed = FrozenVarianceAdam._rewarmed
+        advance = OneBitAdam.advance
 
-        def forgetful(self, state):
-            new = rewarmed(self, state)
-            return self.enter(new, "compressed") if new.stage == "compressed" else new
+        def forgetful(self, state, before):
+            new = advance(self, state, before)
+            return (
+                self.enter(new, "compressed")
+                if state.stage == "rewarm" and new.stage == "compressed"
+                else new
+            )
 
-        monkeypatch.setattr(FrozenVarianceAdam, "_rewarmed", forgetful)
+        monkeypatch.setattr(OneBitAdam, "advance", forgetful)
         with pytest.raises(AssertionError):
             check_identity(job, grads, one_bit(watch=REWARMING), 2)
 

@@ -10,8 +10,8 @@ import qcomp
 from qcomp import DoublingIntervals, LocalSteps, MismatchError, NonFiniteError
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.numeric.arrays import host_bytes
-from qcomp.core.optimizers import timetable
-from qcomp.core.optimizers.freeze import Observation
+from qcomp.core.optimizers.zero_one_adam import Rounds
+from qcomp.core.variance.rules import Observation
 
 SHAPES = [(40,), (3, 11), (7,)]
 SIGN, NOTHING_LOST = qcomp.ScaledSign(bucket_size=16), qcomp.Identity()
@@ -194,7 +194,7 @@ class TestSchedules:
             zero_one(freeze=0)
 
 
-def share_of_float32(rounds: timetable.Rounds, steps: int, bits_compressed: float = 1.0) -> float:
+def share_of_float32(rounds: Rounds, steps: int, bits_compressed: float = 1.0) -> float:
     """Return the bits that a run sends, over those of float32; without exact tensors and verdicts."""
     return (32 * rounds.exact + bits_compressed * rounds.compressed) / (32 * steps)
 

@@ -1,24 +1,21 @@
 """Adam on the exact mean gradient: the baseline, and the warm-up of the frozen-variance optimizers."""
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Self
 
 from qcomp.core import primitives
 from qcomp.core.kernels import AdamNumbers, StepNumbers
-from qcomp.core.numeric.arrays import Array, divide, to_compute_dtype
-from qcomp.core.numeric.sums import totals
+from qcomp.core.numeric.arrays import Array, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.groups import require_betas, require_eps, setting_of_each
 from qcomp.core.optimizers.own_counts import own_counts
-from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
+from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.arithmetic import bias_corrections
 
-__all__ = ["Adam", "bias_corrections", "corrected_sum", "divided", "rate_rises"]
+__all__ = ["Adam", "rate_rises"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +106,8 @@ class Adam(Optimizer):
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update both moments with the mean gradient, and the parameters with them."""
-        counts = own_counts(state, state.step + 1)
-        return self.exact_step(
-            params, means, state, corrections=bias_corrections(self.betas_of(state), 1, counts)
-        )
+        corrections = bias_corrections(self.betas_of(state), 1, own_counts(state, state.step + 1))
+        return self.exact_step(params, means, state, corrections=corrections)
 
     def exact_step(
         self, params: Any, means: Means, state: OptimizerState, *, corrections: Sequence[float]
@@ -218,39 +213,6 @@ class Adam(Optimizer):
                 for rate, (beta1, _), count, eps, decay in settings
             ]
         )
-
-
-def bias_corrections(betas: Sequence[tuple[float, float]], which: int, counts: Sequence[int]) -> list[float]:
-    """Return the bias corrections 1 - b^count of some tensors, at least those of one step.
-
-    Parameters
-    ----------
-    betas : sequence of pairs of float
-        The decay rates of each tensor.
-    which : int
-        0 for those of the momentum, 1 for those of the variance.
-    counts : sequence of int
-        How often each tensor's moments have been updated.
-    """
-    return [1 - pair[which] ** max(1, count) for pair, count in zip(betas, counts, strict=True)]
-
-
-def divided(variance: Sequence[Array], divisors: Sequence[float]) -> tuple[Array, ...]:
-    """Return the variance of each tensor divided by its bias correction."""
-    pairs = zip(variance, divisors, strict=True)
-    return tuple([each_in_blocks(partial(_over, divisor), [v])[0] for v, divisor in pairs])
-
-
-def corrected_sum(variance: Sequence[Array], divisors: Sequence[float]) -> float:
-    """Return the sum of all elements of the variance after bias correction, the same on all ranks bit for bit."""
-    sums: dict[float, float] = defaultdict(float)
-    for of_tensor, divisor in zip(totals(variance), divisors, strict=True):  # in a fixed order
-        sums[divisor] += of_tensor
-    return math.fsum(x / divisor for divisor, x in sums.items())
-
-
-def _over(divisor: float, v: Array) -> Array:
-    return divide(v, divisor)
 
 
 def rate_rises(optimizer: Optimizer, state: OptimizerState) -> bool:

@@ -264,6 +264,12 @@ class Compressing:
             )
         return Average(tuple(parts), state.exchange)
 
+    def beside(self, average: Average, exact: Sequence[Array], state: OptimizerState) -> Average:
+        """Return an average with further values, whose exact means follow the others."""
+        first = sum(len(part.tensors) for part in average.parts)
+        part = self.exact_part(range(first, first + len(exact)), exact, state)
+        return average._replace(parts=(*average.parts, part))
+
     def exact_part(
         self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState
     ) -> AveragePart:

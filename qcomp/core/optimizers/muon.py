@@ -16,7 +16,7 @@ from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.mean.owned import OwnedMean, Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable, to_compute_dtype
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_library
-from qcomp.core.optimizers.adam import Adam, bias_corrections
+from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Compressing, Means
 from qcomp.core.optimizers.groups import setting_of_each
@@ -30,7 +30,6 @@ from qcomp.core.optimizers.matrices import (
     warn_of_doubts,
 )
 from qcomp.core.optimizers.own_counts import own_counts
-from qcomp.core.optimizers.schedules import Schedule, require_schedule
 from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
 from qcomp.core.optimizers.whiteners import (
     WHITENER,
@@ -43,6 +42,8 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies.patterns import as_patterns, require_matches
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.arithmetic import bias_corrections
+from qcomp.core.variance.schedules import Schedule, require_schedule
 
 __all__ = ["Muon"]
 

@@ -1,17 +1,52 @@
-"""1-bit Adam."""
+"""1-bit Adam, the base of all optimizers that freeze Adam's variance and compress its momentum.
 
+- Stage "warmup": `Adam` on the exact mean gradient, until the freeze rule has seen enough. Residuals start at zero.
+- Stage "compressed": every rank adds its own gradient to the common momentum of the last step, and the compressed
+  mean of the results is the new common momentum. Coupled weight decay is added to it exactly, with the weight 1 - b1
+  that it has as a part of the gradient. Where a step measures the variance again, and for late tensors, gradients are
+  averaged exactly, in the same messages.
+- Stage "rewarm": Adam again, with the variance as it was frozen, without another bias correction.
+
+The momentum of exact tensors is averaged exactly; their variance is frozen too. Elements whose frozen variance is zero,
+because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a gradient
+receive the rest of their momentum and then the corrections of feedback, so their total displacement stays bounded.
+
+`qcomp.core.variance.policy` has what happens to the variance.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from qcomp.core import primitives
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
-from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
-from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
+from qcomp.core.kernels import Blend
+from qcomp.core.mean.averaging import Averaging
+from qcomp.core.numeric.arrays import Array, array_namespace, flat, to_compute_dtype
+from qcomp.core.optimizers.adam import Adam, rate_rises
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.compression import Average, Means
+from qcomp.core.optimizers.groups import setting_of_each
+from qcomp.core.optimizers.own_counts import own_counts
+from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
+from qcomp.core.state import OptimizerState
+from qcomp.core.variance.arithmetic import bias_corrections, step_on_codes
+from qcomp.core.variance.late import EXACT_STEPS, late_tensors, steps_of_parts
+from qcomp.core.variance.policy import VariancePolicy
+from qcomp.core.variance.rules import FreezeRule, VarianceStable, freeze_rule
+from qcomp.core.variance.schedules import Schedule
+from qcomp.core.variance.watch import VarianceWatch
 
 __all__ = ["OneBitAdam"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBitAdam(FrozenVarianceAdam):
+class OneBitAdam(Optimizer):
     """1-bit Adam: exact Adam until the variance is stable, then a momentum with one bit per element.
 
     Parameters
@@ -85,5 +120,168 @@ class OneBitAdam(FrozenVarianceAdam):
     [('compressed', True), ('compressed', True)]
     """
 
+    of_groups = ("betas", "eps")
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = True
     compressor: Compressor = ScaledSign(scale="rms")
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
     freeze: int | FreezeRule = VarianceStable()
+    variance_floor: float = 1e-3
+    variance_steps: Schedule | None = None
+    watch: VarianceWatch | None = VarianceWatch()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.adam  # noqa: B018 - raises if its settings do not fit
+        object.__setattr__(self, "freeze", freeze_rule(self.freeze))
+        self._policy  # noqa: B018 - so does this
+
+    @cached_property
+    def adam(self) -> Adam:
+        """Makes the exact steps."""
+        return Adam.within(self)
+
+    @cached_property
+    def _policy(self) -> VariancePolicy:
+        return VariancePolicy(freeze_rule(self.freeze), self.variance_floor, self.variance_steps, self.watch)
+
+    def initial_state(
+        self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
+    ) -> OptimizerState:
+        """Return moments of zero, in the warm-up."""
+        state = self.adam.initial_state(params, names, rank, size)
+        self._policy.warn_if_early(self.adam.betas_of(state), type(self).__name__)
+        return self.compression.choose(state, params, type(self).__name__)
+
+    def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
+        """Return the state of the warm-up, or that of another stage, which begins with residuals of zero."""
+        if stage not in self._policy.stages:
+            return super().enter(state, stage)
+        residuals = self.compression.zero_residuals(state.momentum, state)
+        return self._policy.begun(state._replace(stage=stage, exchange=residuals))
+
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:
+        """Return the limits of the numbers of the variance."""
+        return self._policy.limits(state)
+
+    def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
+        """Return a saved state with the entries of this watch and of ``variance_steps``."""
+        if saved["stage"] not in self._policy.stages:
+            return saved
+        return self._policy.adopt(saved, self.enter(fresh._replace(step=saved["step"]), saved["stage"]))
+
+    def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
+        """Ask for the exact mean gradient, or for the compressed mean of the momentum."""
+        # A re-warm averages like the warm-up, in the topology of the warm-up.
+        if state.stage != "compressed" or (self.variance_steps is not None and self._policy.measures(state)):
+            return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
+        gradients = as_tensors(grads, "grads")
+        values, momenta = list(gradients), list(state.momentum)
+        beside: list[list[Array]] = []
+        if EXACT_STEPS in state.numbers:  # in the whole model, of which this may be a part
+            late = late_tensors(state)
+            values, momenta = (_with_zeros(xs, late) for xs in (values, momenta))
+            own = [g if i in late else flat(g)[:0] for i, g in enumerate(gradients)]
+            beside.append([to_compute_dtype(g) * scale for g in own])
+        if self.watch is not None and self.watch.due(state, self.adam.slowest(state)):
+            beside.append([scale * sample for sample in self.watch.take(gradients, state)])
+        betas = setting_of_each(tuple(self.groups), state.names, "betas", self.betas)
+        blends = [Blend(m, beta1, scale) for m, (beta1, _) in zip(momenta, betas, strict=True)]
+        average = self._average(values, state, blends)
+        for exact in beside:
+            average = self.compression.beside(average, exact, state)
+        return average
+
+    def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
+        """Make a step of Adam, or a step with the frozen variance."""
+        if state.stage == "warmup":
+            # A schedule may raise, so it is asked before anything is overwritten.
+            self.rate(state._replace(step=state.step + 1))
+        if state.stage != "compressed":
+            return self._exact_step(params, means, state)
+        tensors = as_tensors(params, "params")
+        measures = self.variance_steps is not None and self._policy.measures(state)
+        count, step = len(tensors), self._measuring_step if measures else self._frozen_step
+        values, beside = means.values[:count], means.values[count:]
+        if EXACT_STEPS in state.numbers:
+            late = late_tensors(state)
+            exact, beside = (values, ()) if measures else (beside[:count], beside[count:])
+            rest = [i for i in range(count) if i not in late]
+            parts = [(rest, step, values), (late, self._exact_step, exact)]
+            new_params, new_state = steps_of_parts(parts, tensors, means, state)
+        else:
+            new_params, new_state = step(tensors, means._replace(values=values), state)
+        new_state = new_state._replace(exchange=means.exchange)
+        watch = self.watch
+        if watch is None:
+            return new_params, new_state
+        beta2, samples = self.adam.slowest(state), list(beside)
+        if measures:
+            new_state = watch.measured(new_state)
+            if watch.due(state, beta2):
+                samples = watch.take(values, state)
+        if samples and not self.decoupled_weight_decay:
+            decays = watch.take(tensors, state, self.weight_decays(state))
+            samples = [g + decay for g, decay in zip(samples, decays, strict=True)]
+        eps = setting_of_each(tuple(self.groups), state.names, "eps", self.eps)
+        new_state, news = watch.observe(new_state, samples, beta2, eps)
+        if news:
+            new_state = self._policy.reported(new_state, news, beta2, type(self).__name__)
+        return new_params, new_state
+
+    def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
+        """Return the state after the freeze rule has seen this step, or after a step of a re-warm."""
+        if before.stage == "compressed" and EXACT_STEPS not in state.numbers:
+            return state
+        policy, betas, counts = self._policy, self.adam.betas_of(state), own_counts(state, state.step)
+        if before.stage == "warmup":
+            state = policy.observed(state, betas, counts, rising=rate_rises(self, state))
+            return state if state.stage == "warmup" else self.enter(state, "compressed")
+        if before.stage == "rewarm":
+            state = policy.rewarmed(state)
+        return policy.finished(state, betas, counts)
+
+    def _exact_step(
+        self, params: Any, means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make an exact step, of the warm-up or of a re-warm, whose variance is corrected already."""
+        corrections = bias_corrections(self.adam.betas_of(state), 1, own_counts(state, state.step + 1))
+        if state.stage == "rewarm":
+            late = late_tensors(state)
+            corrections = [x if i in late else 1.0 for i, x in enumerate(corrections)]
+        return self.adam.exact_step(params, means, state, corrections=corrections)
+
+    def _frozen_step(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step with the mean momentum and the frozen variance."""
+        momentum = self.adam.decayed(means.values, params, state, of_momenta=True)
+        moved = primitives.frozen_steps(
+            params, momentum, state.variance, self.adam.numbers(state), donate=means.donate
+        )
+        new_params, momenta = zip(*moved, strict=True)
+        return list(new_params), state._replace(step=state.step + 1, momentum=momenta)
+
+    def _measuring_step(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step with exact mean gradients, and with the variance that they give."""
+        gradients, betas = self.adam.decayed(means.values, params, state), self.adam.betas_of(state)
+        numbers, state = self.adam.numbers(state), self._policy.measured(state, gradients, betas)
+        new_params, momentum = step_on_codes(
+            params, gradients, state.momentum, state.variance, numbers, betas=betas, donate=means.donate
+        )
+        return new_params, state._replace(step=state.step + 1, momentum=momentum)
+
+    def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
+        """Ask for the mean of the momenta that gradients are blended into."""
+        return self.compression.average(values, state, self.key(state), blends)
+
+
+def _with_zeros(tensors: Sequence[Array], which: Collection[int]) -> list[Array]:
+    """Return tensors, some of which are replaced by zeros."""
+    return [array_namespace(x).zeros_like(x) if i in which else x for i, x in enumerate(tensors)]

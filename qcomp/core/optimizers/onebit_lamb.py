@@ -14,17 +14,18 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sq
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.sums import sum_of_squares
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.freeze import FreezeRule, VarianceStable
-from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
 from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
+from qcomp.core.optimizers.onebit_adam import OneBitAdam
 from qcomp.core.optimizers.tensors import update
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.late import late_tensors
+from qcomp.core.variance.rules import FreezeRule, VarianceStable
 
 __all__ = ["OneBitLamb"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneBitLamb(FrozenVarianceAdam):
+class OneBitLamb(OneBitAdam):
     """1-bit LAMB: exact LAMB until the variance is stable, then a momentum with one bit per element.
 
     Parameters
@@ -146,6 +147,18 @@ class OneBitLamb(FrozenVarianceAdam):
         state = super().enter(state, stage)
         return state if stage == "warmup" else self._frozen(state)
 
+    def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
+        """Return the state of `OneBitAdam`, whose fresh variances begin as those that were frozen now."""
+        new = super().advance(state, before)
+        if new is state or before.stage == "warmup":
+            return new
+        if state.stage != new.stage:
+            return self._frozen(new)
+        late, fresh = late_tensors(new), zip(new.variance, new.arrays["fresh"], strict=True)
+        done = [i for i in late_tensors(state) if i not in late]
+        chosen = tuple(v if i in done else f for i, (v, f) in enumerate(fresh))
+        return new._replace(arrays={**new.arrays, "fresh": chosen})
+
     def _exact_step(
         self, params: Any, means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
@@ -183,16 +196,6 @@ class OneBitLamb(FrozenVarianceAdam):
             numbers=numbers,
         )
 
-    def _with_frozen(self, tensors: Sequence[int], state: OptimizerState) -> OptimizerState:
-        """Return the state with the variance of some tensors as it is when they are frozen, and as the fresh one."""
-        state = super()._with_frozen(tensors, state)
-        if "fresh" not in state.arrays:  # before the first compressed stage, which makes it
-            return state
-        fresh = list(state.arrays["fresh"])
-        for i in tensors:
-            fresh[i] = state.variance[i]
-        return state._replace(arrays={**state.arrays, "fresh": tuple(fresh)})
-
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""
         scales = state.arrays["scale"]
@@ -203,11 +206,6 @@ class OneBitLamb(FrozenVarianceAdam):
             b._replace(m=_scalar(s) * b.m) if s.shape[0] else b for b, s in zip(blends, scales, strict=True)
         ]
         return super()._average(scaled, state, mixed)
-
-    def _rewarmed(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after an exact step of a re-warm; after the last one, the state is as after a freeze."""
-        state = super()._rewarmed(state)
-        return self._frozen(state) if state.stage == "compressed" else state
 
     def _frozen(self, state: OptimizerState) -> OptimizerState:
         """Return the state with a fresh variance and factors of 1, and the scales of its momenta."""
@@ -241,9 +239,8 @@ class OneBitLamb(FrozenVarianceAdam):
         """Return the factor by which steps should be longer, now that the variance has changed."""
         if not math.prod(ratios.shape):
             return last
-        ratio = float(array_namespace(ratios).max(ratios))
         low, high = self.factor_bounds
-        bounded = min(max(ratio, low), high)
+        bounded = min(max(float(array_namespace(ratios).max(ratios)), low), high)
         return min(max(bounded, last * (1 - self.factor_change)), last * (1 + self.factor_change))
 
 

@@ -1,6 +1,6 @@
 """Counts of each tensor's own steps: a tensor does not count a step in which no rank has a gradient of it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qcomp.core.checkpoint.format import NUMBER
@@ -8,29 +8,20 @@ from qcomp.core.checkpoint.schema import Number
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.tensors import zeros_like
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.late import EXACT_STEPS
 
 __all__ = [
-    "EXACT_STEPS",
     "as_updates",
-    "late_tensors",
     "limits_of_own",
-    "of_tensors",
     "own_counts",
-    "steps_of_parts",
-    "with_late",
     "with_numbers_of",
     "with_own_counts",
     "without",
-    "without_late",
 ]
 
 _MISSED = "missed_"
 """Prefix of the numbers that say by how much a tensor's own count is lower; ``missed_steps.NAME`` for steps. Tensors
 that have missed nothing have no such number."""
-
-EXACT_STEPS = "exact_steps"
-"""The name of the number of exact steps that each late tensor makes; ``exact_steps.NAME`` says which tensors are late,
-and have fewer steps of their own so far. No state without late tensors has any of these numbers."""
 
 _OF_SOME = (f"{_MISSED}steps", f"{_MISSED}updates", EXACT_STEPS)
 """The kinds of numbers that only some tensors have."""
@@ -39,14 +30,7 @@ _OF_SOME = (f"{_MISSED}steps", f"{_MISSED}updates", EXACT_STEPS)
 def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[int]:
     """Return each tensor's own count: what all tensors together have counted, less what the tensor has missed.
 
-    Parameters
-    ----------
-    state : OptimizerState
-        The state of the last step.
-    count : float
-        The common count, such as ``state.step``, or ``state.step + 1`` for the next step.
-    of : str
-        What it counts: "steps", or another key of `Optimizer.counts`.
+    ``of`` says what is counted: "steps", or another key of `Optimizer.counts`.
     """
     counts, prefix = [int(count)] * len(state.names), f"{_MISSED}{of}."
     for i, name in enumerate(state.names):
@@ -56,15 +40,7 @@ def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[i
 
 
 def with_own_counts(state: OptimizerState, counts: Sequence[int]) -> OptimizerState:
-    """Return a state without steps as it is after steps, of which each tensor has counted some.
-
-    Parameters
-    ----------
-    state : OptimizerState
-        A first state.
-    counts : sequence of int
-        Each tensor's own count; the largest is that of all together.
-    """
+    """Return a first state as it is after steps, of which each tensor has counted some; all of them the largest."""
     step = max(counts, default=0)
     missed = {
         f"{_MISSED}steps.{name}": float(step - n)
@@ -80,106 +56,12 @@ def as_updates(state: OptimizerState) -> dict[str, float]:
     return {updates + k.removeprefix(steps): x for k, x in state.numbers.items() if k.startswith(steps)}
 
 
-def late_tensors(state: OptimizerState) -> list[int]:
-    """Return the tensors that make exact steps of their own, since they had too few before the freeze."""
-    if EXACT_STEPS not in state.numbers:
-        return []
-    return [i for i, name in enumerate(state.names) if f"{EXACT_STEPS}.{name}" in state.numbers]
-
-
-def with_late(tensors: Sequence[int], state: OptimizerState, steps: float) -> OptimizerState:
-    """Return a state in which some more tensors are late, each of which makes so many exact steps."""
-    if not tensors:
-        return state
-    late = {f"{EXACT_STEPS}.{state.names[i]}": steps for i in tensors}
-    return state._replace(numbers={**state.numbers, EXACT_STEPS: steps, **late})
-
-
-def without_late(tensors: Sequence[int], state: OptimizerState) -> OptimizerState:
-    """Return a state in which some tensors are late no more."""
-    if not tensors:
-        return state
-    others = set(late_tensors(state)).difference(tensors)
-    gone = {f"{EXACT_STEPS}.{state.names[i]}" for i in tensors} | (set() if others else {EXACT_STEPS})
-    return state._replace(numbers={key: x for key, x in state.numbers.items() if key not in gone})
-
-
-def of_tensors(state: OptimizerState, tensors: Sequence[int]) -> OptimizerState:
-    """Return a state with the names and arrays of some tensors only; exchange, numbers and compressors are the same."""
-
-    def of(arrays: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple([arrays[i] for i in tensors]) if arrays else ()
-
-    return state._replace(
-        names=of(state.names),
-        exact=of(state.exact),
-        momentum=of(state.momentum),
-        variance=of(state.variance),
-        arrays={kind: of(arrays) for kind, arrays in state.arrays.items()},
-    )
-
-
-def steps_of_parts(
-    parts: Sequence[tuple[Sequence[int], Callable[..., Any], Sequence[Array]]],
-    params: Sequence[Array],
-    means: Any,
-    state: OptimizerState,
-) -> tuple[list[Array], OptimizerState]:
-    """Make a step in which some tensors move in one way, and others in another.
-
-    Parameters
-    ----------
-    parts : sequence of tuples
-        For each part its tensors, what makes their step from parameters, means and the state, and the means of all
-        tensors for it. Both moments must exist.
-    params : sequence of arrays
-        The parameters.
-    means : Means
-        The means, whose values are replaced.
-    state : OptimizerState
-        The state of the last step.
-    """
-    new = list(params)
-    momentum, variance, step, numbers = (
-        list(state.momentum),
-        list(state.variance),
-        state.step,
-        dict(state.numbers),
-    )
-    arrays = {kind: list(xs) for kind, xs in state.arrays.items()}
-    for tensors, make, values in parts:
-        if not tensors:
-            continue
-        own = means._replace(values=tuple([values[i] for i in tensors]))
-        moved, after = make([params[i] for i in tensors], own, of_tensors(state, tensors))
-        for place, i in enumerate(tensors):
-            new[i], momentum[i], variance[i] = moved[place], after.momentum[place], after.variance[place]
-            for kind, xs in arrays.items():
-                xs[i] = after.arrays[kind][place]
-        numbers |= {key: x for key, x in after.numbers.items() if x != state.numbers.get(key)}
-        step = after.step
-    return new, state._replace(
-        step=step,
-        momentum=tuple(momentum),
-        variance=tuple(variance),
-        arrays={kind: tuple(xs) for kind, xs in arrays.items()},
-        numbers=numbers,
-    )
-
-
 def without(
     optimizer: Any, left_out: Collection[int], old: OptimizerState, new: OptimizerState
 ) -> OptimizerState:
-    """Return the state after a step, in which some tensors have moments, residuals and counts as before the step.
+    """Return the state after a step in which some tensors, of which no rank had a gradient, stay as they were.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The optimizer that made the step.
-    left_out : collection of int
-        The tensors of which no rank had a gradient.
-    old, new : OptimizerState
-        The states before and after the step; the arrays of ``old`` are still as they were.
+    So do their residuals and counts. The arrays of ``old`` must not have been overwritten.
     """
 
     def kept(before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:

@@ -4,15 +4,15 @@ from dataclasses import InitVar, dataclass
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.minmax import MinMaxUInt8
-from qcomp.core.optimizers.freeze import FreezeAt, FreezeRule, VarianceStable
-from qcomp.core.optimizers.frozen_adam import FrozenVarianceAdam
-from qcomp.core.optimizers.schedules import DoublingIntervals, Schedule
+from qcomp.core.optimizers.onebit_adam import OneBitAdam
+from qcomp.core.variance.rules import FreezeAt, FreezeRule, VarianceStable
+from qcomp.core.variance.schedules import DoublingIntervals, Schedule
 
 __all__ = ["QAdam"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QAdam(FrozenVarianceAdam):
+class QAdam(OneBitAdam):
     """QAdam: exact Adam in a warm-up, then a momentum with eight bits per element.
 
     Parameters

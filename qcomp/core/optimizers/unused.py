@@ -16,10 +16,10 @@ from qcomp.core.numeric.arrays import (
     host_bytes,
 )
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.core.optimizers.own_counts import EXACT_STEPS, late_tensors, with_late, without_late
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.late import EXACT_STEPS, late_tensors, with_late, without_late
 
 __all__ = ["same_settings", "settings_since", "stages_of_used", "used_anywhere", "warn_of_no_gradient"]
 
@@ -66,7 +66,7 @@ def stages_of_used(
     Notes
     -----
     Alongside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others; or
-    before it, while some tensors still make exact steps of their own, see `FrozenVarianceAdam`.
+    before it, while some tensors still make exact steps of their own, see `OneBitAdam`.
     """
     used = [g is not None for g in grads]
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]

@@ -1,35 +1,71 @@
-"""0/1 Adam: one bit per element in some steps, nothing in the others."""
+"""0/1 Adam: one bit per element in some steps, nothing in the others.
+
+In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last synchronisation,
+and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates", the number of updates
+of the variance; "frozen", the step in which it was frozen, or 0; "synced", the step of the last synchronisation;
+"rates" and "weights", their sums since then; and in the stage "local" the `_Sums` of each tensor, as ``factor.NAME``,
+``weight.NAME`` and ``decay.NAME``.
+"""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
+from operator import mul
+from typing import Any, NamedTuple, TypeVar
 
 from qcomp.core import primitives
+from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
+from qcomp.core.kernels import StepNumbers
+from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
-from qcomp.core.numeric.arrays import Array, to_compute_dtype
+from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, require_below, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
-from qcomp.core.optimizers.adam import corrected_sum, rate_rises
+from qcomp.core.optimizers.adam import Adam, rate_rises
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.floor import floored, require_floor
-from qcomp.core.optimizers.freeze import FreezeRule, ask, freeze_rule, warn_of_zeros
-from qcomp.core.optimizers.local_adam import LocalAdam
+from qcomp.core.optimizers.groups import group_of_each, setting_of_each
 from qcomp.core.optimizers.own_counts import as_updates, own_counts
-from qcomp.core.optimizers.remeasure import measured, step_on_codes
 from qcomp.core.optimizers.replica import owner_of
-from qcomp.core.optimizers.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
-from qcomp.core.optimizers.tensors import as_given, as_tensors, copy
-from qcomp.core.optimizers.timetable import Rounds, StepPlan, Timetable
+from qcomp.core.optimizers.tensors import as_given, as_tensors, copy, each_in_blocks
+from qcomp.core.policies.by_name import CompressorPolicy
+from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.arithmetic import bias_corrections, divided, floored, measured, step_on_codes
+from qcomp.core.variance.policy import VariancePolicy, warn_of_zeros
+from qcomp.core.variance.rules import FreezeAt, FreezeRule, freeze_rule
+from qcomp.core.variance.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
 
-__all__ = ["ZeroOneAdam"]
+__all__ = ["Rounds", "ZeroOneAdam"]
+
+T = TypeVar("T")
+
+
+class Rounds(NamedTuple):
+    """The numbers of steps of a run, by what they send."""
+
+    exact: int
+    """Steps that average the gradient exactly, for the variance."""
+    compressed: int
+    """Steps that average the sum of the momenta with compression; a step may do both."""
+    silent: int
+    """Steps that send nothing."""
+
+
+class _Plan(NamedTuple):
+    """What a step exchanges."""
+
+    exact: bool
+    """The exact mean of the gradients."""
+    compressed: bool
+    """The compressed mean of the sums of the momenta."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOneAdam(LocalAdam):
+class ZeroOneAdam(Optimizer):
     """0/1 Adam: updates the variance ever more rarely, and makes local steps between synchronisations.
 
     Parameters
@@ -125,7 +161,15 @@ class ZeroOneAdam(LocalAdam):
     [('compressed', True), ('compressed', True)]
     """
 
+    of_groups = ("betas", "eps")
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = True
     compressor: Compressor = ScaledSign(scale="rms")
+    averaging: Averaging = Averaging()
+    exact: ExactPolicy | None = ExactBelow(10_000)
+    compressors: CompressorPolicy | None = None
     variance_steps: Schedule = DoublingIntervals(16)
     sync_steps: Schedule = LocalSteps(32_678, 16)
     freeze: int | FreezeRule | None = None
@@ -133,9 +177,10 @@ class ZeroOneAdam(LocalAdam):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_floor(self.variance_floor)
+        self.adam  # noqa: B018 - raises if its settings do not fit
         if self.freeze is not None:
             object.__setattr__(self, "freeze", freeze_rule(self.freeze))
+        self._policy  # noqa: B018 - so does this
         require_schedule("variance_steps", self.variance_steps, "measures the variance")
         require_schedule("sync_steps", self.sync_steps, "synchronises the ranks")
         if not self.variance_steps(1):
@@ -145,6 +190,16 @@ class ZeroOneAdam(LocalAdam):
             )
         if not self.decoupled_weight_decay:
             raise ValueError("decoupled_weight_decay is False; expected True: local gradients have no decay")
+
+    @cached_property
+    def adam(self) -> Adam:
+        """Makes the exact steps."""
+        return Adam.within(self)
+
+    @cached_property
+    def _policy(self) -> VariancePolicy:
+        rule = None if self.freeze is None else freeze_rule(self.freeze)
+        return VariancePolicy(rule, self.variance_floor)
 
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
@@ -193,7 +248,19 @@ class ZeroOneAdam(LocalAdam):
         ValueError
             If the freeze rule needs the variance.
         """
-        return self._timetable.rounds(steps)
+        rule = self.freeze
+        if rule is not None and not isinstance(rule, FreezeAt):
+            raise ValueError(f"freeze is {rule!r}; expected a number of steps, or None")
+        exact = compressed = silent = frozen = 0
+        apart = False
+        for step in range(1, steps + 1):
+            plan = self._plan_of(step, frozen, apart=apart)
+            exact, compressed = exact + plan.exact, compressed + plan.compressed
+            apart = not any(plan)
+            silent += apart
+            if rule is not None and step >= rule.step:
+                frozen = rule.step
+        return Rounds(exact, compressed, silent)
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean gradient, the compressed mean of the summed momenta, both, or nothing."""
@@ -208,11 +275,7 @@ class ZeroOneAdam(LocalAdam):
         average = self.compression.average(self._summed(momenta, state), state, self.key(state))
         if not plan.exact:
             return average
-        count = len(tensors)
-        gradients = [to_compute_dtype(g) * scale for g in tensors]
-        return average._replace(
-            parts=(*average.parts, self.compression.exact_part(range(count, 2 * count), gradients, state))
-        )
+        return self.compression.beside(average, [to_compute_dtype(g) * scale for g in tensors], state)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Make a step of Adam, a synchronisation, or a step of this rank alone."""
@@ -222,7 +285,8 @@ class ZeroOneAdam(LocalAdam):
         count, numbers = len(tensors), dict(state.numbers)
         if state.stage == "warmup":
             numbers["updates"] += 1
-            corrections = self._corrections(state, numbers["updates"])
+            counts = own_counts(state, numbers["updates"], "updates")
+            corrections = bias_corrections(self.adam.betas_of(state), 1, counts)
             new_params, state = self.adam.exact_step(tensors, means, state, corrections=corrections)
             return new_params, state._replace(numbers=numbers | {"synced": float(state.step)})
         gradients = means.values[count:] if plan.compressed else means.values
@@ -232,15 +296,17 @@ class ZeroOneAdam(LocalAdam):
             variance = measured(state.variance, gradients, state.exact, kept=kept, floor=self.variance_floor)
             variance = self._levelled(variance, state._replace(numbers=numbers))
             state = state._replace(variance=variance, numbers=numbers)
+        step = state.step + 1
         if plan.compressed:
-            new_params, state = self._synchronised(
-                tensors,
-                means._replace(values=means.values[:count]),
-                state._replace(step=state.step + 1, numbers=self._numbers_after(state)),
-            )
-        else:
-            new_params, state = self._frozen_step(tensors, gradients, state, donate=means.donate)
-        return new_params, state
+            sums = means._replace(values=means.values[:count])
+            after = state._replace(step=step, numbers=self._numbers_after(state))
+            return self._synchronised(tensors, sums, after)
+        divisor, settings, betas = self._divisor(state), self.adam.numbers(state), self.adam.betas_of(state)
+        new_params, momentum = step_on_codes(
+            tensors, gradients, state.momentum, divisor, settings, betas=betas, donate=means.donate
+        )
+        numbers = {**state.numbers, "synced": float(step)}
+        return new_params, state._replace(step=step, momentum=momentum, numbers=numbers)
 
     def _levelled(self, variance: Sequence[Array], state: OptimizerState) -> tuple[Array, ...]:
         """Return the variance with a higher floor for tensors that have missed updates.
@@ -318,63 +384,40 @@ class ZeroOneAdam(LocalAdam):
         new_params, new_state = self._synchronised(tensors, means, state)
         return as_given(new_params, params), new_state
 
-    def _frozen_step(
-        self, params: Sequence[Array], gradients: Sequence[Array], state: OptimizerState, *, donate: bool
-    ) -> tuple[list[Array], OptimizerState]:
-        """Make a step of exact mean gradients while the ranks are in sync."""
-        new_params, momentum = step_on_codes(
-            params,
-            gradients,
-            state.momentum,
-            self._divisor(state),
-            self.adam.numbers(state),
-            betas=self.adam.betas_of(state),
-            donate=donate,
-        )
-        step = state.step + 1
-        numbers = {**state.numbers, "synced": float(step)}
-        return new_params, state._replace(step=step, momentum=momentum, numbers=numbers)
-
-    @property
-    def _timetable(self) -> Timetable:
-        rule = None if self.freeze is None else freeze_rule(self.freeze)
-        return Timetable(self.variance_steps, self.sync_steps, rule)
-
-    def _plan(self, state: OptimizerState) -> StepPlan:
+    def _plan(self, state: OptimizerState) -> _Plan:
         """Return what the next step exchanges, the same on all ranks."""
         frozen, apart = int(state.numbers["frozen"]), state.stage == "local"
-        return self._timetable.plan(state.step + 1, frozen, apart=apart, moves=self.rate(state) != 0)
+        return self._plan_of(state.step + 1, frozen, apart=apart, moves=self.rate(state) != 0)
+
+    def _plan_of(self, step: int, frozen: int, *, apart: bool, moves: bool = True) -> _Plan:
+        """Return what a step exchanges.
+
+        ``frozen`` is the step of the freeze, or 0. The ranks are ``apart`` if they have made steps alone since the last
+        synchronisation, and a step ``moves`` if its rate is above 0.
+        """
+        if not frozen and self.variance_steps(step):
+            return _Plan(exact=True, compressed=apart)
+        if not (moves or apart):
+            return _Plan(exact=False, compressed=False)
+        waits = self.freeze is not None and not frozen
+        return _Plan(exact=False, compressed=waits or self.sync_steps(step - frozen))
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
         """Return the state after the freeze rule has seen this step, ready for the exchange of the next step."""
-
-        def norm() -> float:
-            return corrected_sum(state.variance, self._corrections(state, state.numbers["updates"]))
-
         if self.freeze is not None and not state.numbers["frozen"]:
-            verdict = ask(
-                freeze_rule(self.freeze),
-                state.step,
-                norm,
-                state.history,
-                self.adam.slowest(state),
-                rising=rate_rises(self, state),
-            )
+            counts = own_counts(state, state.numbers["updates"], "updates")
+            betas, rising = self.adam.betas_of(state), rate_rises(self, state)
+            verdict = self._policy.asked(state, betas, counts, rising=rising)
             state = state._replace(history=verdict.history)
-            if verdict.frozen:
-                state = state._replace(
-                    variance=tuple(self._divisor(state)),
-                    history=(),
-                    numbers={**state.numbers, "frozen": float(state.step)},
-                )
+            if verdict.frozen:  # a variance with a floor keeps it
+                numbers = {**state.numbers, "frozen": float(state.step)}
+                state = state._replace(variance=tuple(self._divisor(state)), history=(), numbers=numbers)
         frozen = int(state.numbers["frozen"])
-        if state.stage == "warmup" and not self._timetable.plan(state.step + 1, frozen, apart=False).exact:
+        if state.stage == "warmup" and not self._plan_of(state.step + 1, frozen, apart=False).exact:
             variance = self._levelled(floored(state.variance, state.exact, self.variance_floor), state)
-            until = (
-                "from now on, since it is frozen"
-                if frozen
-                else "before one of variance_steps measures it again"
-            )
+            until = "from now on, since it is frozen"
+            if not frozen:
+                until = "before one of variance_steps measures it again"
             warn_of_zeros(state, range(len(state.names)), until)
             state = self.enter(state._replace(variance=variance), "compressed")
         return state
@@ -386,3 +429,190 @@ class ZeroOneAdam(LocalAdam):
         assert self.clip_norm is not None
         norm = math.sqrt(math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads))
         return min(1.0, self.clip_norm / norm) if 0 < norm < math.inf else 1.0
+
+    def own_kinds(self, stage: str) -> tuple[str, ...]:
+        """Return the kinds of arrays that differ between the ranks while they are apart."""
+        return ("momentum", "pending") if stage == "local" else ()
+
+    def limits(self, state: OptimizerState) -> Mapping[str, Number]:
+        """Return the limits of the numbers: steps until now, and sums of rates and weights."""
+        until_now = Number(least=0, most=state.step, whole=True)
+        warmup = state.stage == "warmup"  # which ends with the freeze
+        updates = until_now._replace(least=0 if warmup else 1)
+        frozen = until_now._replace(most=0 if warmup else state.step)
+        # Sums over this rank's local steps; the next synchronisation divides by them.
+        sums = Number(least=math.ulp(0.0) if state.stage == "local" else 0)
+        limits = {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
+        if state.stage == "local":
+            of_tensor = Number(least=0), sums, Number(least=0)
+            limits |= _named(state.names, [of_tensor] * len(state.names))
+        return limits
+
+    def _with_room(self, state: OptimizerState) -> OptimizerState:
+        """Return a state with arrays and numbers of the stage "local", for their shapes and names."""
+        nothing = [_Sums(0.0, 0.0, 0.0)] * len(state.names)
+        return state._replace(
+            arrays={"anchor": state.momentum, "pending": state.momentum},
+            numbers={**state.numbers, **_named(state.names, nothing)},
+        )
+
+    def counts(self, state: OptimizerState) -> Mapping[str, float]:
+        """Return the steps, and the updates of the variance."""
+        return {**super().counts(state), "updates": state.numbers["updates"]}
+
+    def apart(self, stage: str) -> bool:
+        """Return whether the ranks make local steps in this stage."""
+        return stage == "local"
+
+    def _local_step(
+        self, params: Sequence[Array], momenta: Sequence[Array], state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Make a step of this rank alone."""
+        apart = state.stage == "local"
+        if not (apart or self.rate(state)):
+            return list(params), state._replace(step=state.step + 1)
+        skipped = state.skipped
+        if self.nonfinite == "skip" and not _in_range(momenta):
+            momenta, skipped = [copy(m) for m in state.momentum], skipped + 1
+        pending = self._summed(momenta, state)
+        anchor = state.arrays["anchor"] if apart else [copy(to_compute_dtype(p)) for p in params]
+        moved = primitives.frozen_steps(params, momenta, self._divisor(state), self.adam.numbers(state))
+        return [p for p, _ in moved], state._replace(
+            step=state.step + 1,
+            stage="local",
+            skipped=skipped,
+            momentum=tuple(m for _, m in moved),
+            arrays={"anchor": tuple(anchor), "pending": tuple(pending)},
+            numbers=self._numbers_after(state),
+        )
+
+    def _synchronised(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> tuple[list[Array], OptimizerState]:
+        """Return the common parameters and state, given the mean over the ranks of the sums of momenta."""
+        rates, weights = state.numbers["rates"], state.numbers["weights"]
+        anchor = state.arrays["anchor"] if state.stage == "local" else params
+        sums = _sums_of(state)
+        momenta = divided(means.values, [of.weight for of in sums])
+        eps = setting_of_each(tuple(self.groups), state.names, "eps", self.eps)
+        numbers = [of.step_numbers(rates, weights, x) for of, x in zip(sums, eps, strict=True)]
+        moved = primitives.frozen_steps(anchor, momenta, self._divisor(state), numbers)
+        new_params = [
+            array_namespace(p).astype(new, p.dtype, copy=False)
+            for p, (new, _) in zip(params, moved, strict=True)
+        ]
+        return new_params, state._replace(
+            stage="compressed",
+            momentum=tuple(m for _, m in moved),
+            exchange=means.exchange,
+            arrays={},
+            numbers={
+                **{key: x for key, x in state.numbers.items() if key.partition(".")[0] not in _Sums._fields},
+                "synced": float(state.step),
+                "rates": 0.0,
+                "weights": 0.0,
+            },
+        )
+
+    def _divisor(self, state: OptimizerState) -> Sequence[Array]:
+        """Return the bias-corrected variance to divide by; a frozen one is corrected already."""
+        if state.numbers["frozen"]:
+            return state.variance
+        counts = own_counts(state, state.numbers["updates"], "updates")
+        return divided(state.variance, bias_corrections(self.adam.betas_of(state), 1, counts))
+
+    def _summed(self, momenta: Sequence[Array], state: OptimizerState) -> list[Array]:
+        """Return the sums of the weighted momenta since the last synchronisation, including this step's."""
+        pending = state.arrays["pending"] if state.stage == "local" else momenta
+        return [
+            _in_blocks(mul, weight, m) if starts else _in_blocks(_plus, weight, u, m)
+            for u, m, (starts, weight, _) in zip(pending, momenta, self._added(state), strict=True)
+        ]
+
+    def _numbers_after(self, state: OptimizerState) -> dict[str, float]:
+        """Return the numbers with the next step in the sums."""
+        return {
+            **state.numbers,
+            "rates": state.numbers["rates"] + self.rate(state),
+            # Over the bias correction of a momentum that has missed no step.
+            "weights": state.numbers["weights"] + self.rate(state) / (1 - self.betas[0] ** (state.step + 1)),
+            **_named(state.names, [sums for _, _, sums in self._added(state)]),
+        }
+
+    def _added(self, state: OptimizerState) -> list[tuple[bool, float, "_Sums"]]:
+        """Return, for each tensor, whether the next step starts its sums, its weight in them, and the sums after it."""
+        rate, of_groups = self.rate(state), group_of_each(tuple(self.groups), state.names)
+        corrections = bias_corrections(self.adam.betas_of(state), 0, own_counts(state, state.step + 1))
+        settings = zip(corrections, of_groups, self.weight_decays(state), strict=True)
+        before = _sums_of(state) if state.stage == "local" else [None] * len(state.names)
+        return [
+            _with_step(sums, rate, rate / correction, group.learning_rate_factor, decay)
+            for sums, (correction, group, decay) in zip(before, settings, strict=True)
+        ]
+
+    def _located(self, error: NonFiniteError, state: OptimizerState, step: int) -> NonFiniteError:
+        """Return the error with the steps that may have caused it."""
+        first = int(state.numbers["synced"]) + 1
+        steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
+        return NonFiniteError(f"{error}, in {steps}")
+
+
+class _Sums(NamedTuple):
+    """A tensor's sums since the last synchronisation: its group may change its settings between two steps."""
+
+    factor: float
+    """The learning rate factor by which "pending" is to be multiplied."""
+    weight: float
+    """The sum of the weights of the momenta in "pending"."""
+    decay: float
+    """The sum of learning rate times weight decay."""
+
+    def step_numbers(self, rates: float, weights: float, eps: float) -> StepNumbers:
+        """Return the numbers that multiply the mean momentum by factor and weight, and the parameters by the decay."""
+        rate = rates * self.factor * (self.weight / weights)
+        return StepNumbers(rate, rates / weights, eps, self.decay / rate if rate else 0.0)
+
+
+def _with_step(
+    sums: _Sums | None, rate: float, weight: float, factor: float, decay: float
+) -> tuple[bool, float, _Sums]:
+    """Return what `ZeroOneAdam._added` returns for a tensor, from its sums before the step if there are any.
+
+    A step counts as much as its factor, in units of the first one. If that was 0, the momenta before were only summed
+    to have their mean, and have moved nothing.
+    """
+    if sums is None or (weight and factor and not sums.factor):
+        return True, weight, _Sums(factor, weight, rate * factor * decay)
+    share = weight * (factor / sums.factor) if sums.factor else weight
+    return False, share, _Sums(sums.factor, sums.weight + share, sums.decay + rate * factor * decay)
+
+
+def _named(names: Sequence[str], of_tensors: Sequence[tuple[T, T, T]]) -> dict[str, T]:
+    """Return what each tensor has for the fields of `_Sums`, by the names of these in the numbers of a state."""
+    pairs = zip(names, of_tensors, strict=True)
+    return {f"{kind}.{name}": x for name, of in pairs for kind, x in zip(_Sums._fields, of, strict=True)}
+
+
+def _sums_of(state: OptimizerState) -> list[_Sums]:
+    """Return the sums of all tensors."""
+    return [_Sums(*(state.numbers[f"{kind}.{name}"] for kind in _Sums._fields)) for name in state.names]
+
+
+def _in_blocks(function: Callable[..., Array], number: float, *arrays: Array) -> Array:
+    """Return ``function(number, *arrays)``; see `each_in_blocks`."""
+    (result,) = each_in_blocks(partial(function, number), *([x] for x in arrays))
+    return result
+
+
+def _plus(weight: float, u: Array, m: Array) -> Array:
+    return u + weight * m
+
+
+def _in_range(tensors: Sequence[Array]) -> bool:
+    """Return whether all values can be compressed, by the test that compressors use."""
+    try:
+        for x in tensors:
+            require_below(array_namespace(x).reshape(x, (-1,)), LIMIT, "a momentum")
+    except NonFiniteError:
+        return False
+    return True

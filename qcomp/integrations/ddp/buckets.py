@@ -25,10 +25,10 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.moved_zeros import look_at, moved_zeros, warn_of_moved_zeros
 from qcomp.core.optimizers.nonfinite import name_gradients
-from qcomp.core.optimizers.own_counts import of_tensors
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.late import of_tensors
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece
 from qcomp.integrations.ddp.before_steps import NOT_FOR_THIS_MODEL
 from qcomp.integrations.ddp.conveyor import Conveyor, Parcel

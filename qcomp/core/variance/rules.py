@@ -1,28 +1,18 @@
 """Rules that decide when an optimizer freezes its variance."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from qcomp.core.checkpoint.format import some
-from qcomp.core.numeric.sums import totals
-from qcomp.core.reporting import warn_caller
 from qcomp.core.settings import plain_numbers
-from qcomp.core.state import OptimizerState
 
 __all__ = [
     "FreezeAt",
     "FreezeRule",
     "Observation",
     "VarianceStable",
-    "ask",
     "freeze_rule",
-    "warn_if_early",
-    "warn_of_zeros",
 ]
-
-_PATIENCE = 10
-"""Windows of 1 / (1 - b2) steps without a freeze before the warning."""
 
 
 class Observation(NamedTuple):
@@ -158,80 +148,6 @@ class VarianceStable:
         )
 
 
-def ask(
-    rule: FreezeRule,
-    step: int,
-    norm: Callable[[], float],
-    history: tuple[float, ...],
-    beta2: float,
-    *,
-    rising: bool,
-) -> Observation:
-    """Return a rule's answer after ``step`` steps; warn of a freeze while the rate rises, and of a very long wait.
-
-    Parameters
-    ----------
-    rule, step, norm, beta2
-        See `FreezeRule`.
-    history : tuple of float
-        What the rule returned after the last step.
-    rising : bool
-        Whether the next step has a larger learning rate than this one.
-    """
-    verdict = rule.observe(step, norm, () if rising else history, beta2)
-    if rising:
-        verdict = verdict._replace(history=())
-    if verdict.frozen and rising:
-        warn_caller(
-            f"the variance is frozen after {step} steps, while the learning rate still rises: gradients "
-            "change with it. Freeze after the rise"
-        )
-    patience = getattr(rule, "after", 0) + _PATIENCE * round(1 / (1 - beta2))
-    if step == patience and not verdict.frozen and not isinstance(rule, FreezeAt):
-        cause = "the learning rate still rises" if rising else "the variance is not stable yet"
-        warn_caller(
-            f"nothing is compressed yet after {step} steps: {rule} waits, because {cause}. To freeze anyway, "
-            "pass freeze as a number of steps, or a rule with a lower threshold, and see the warnings of VarianceWatch"
-        )
-    return verdict
-
-
 def freeze_rule(freeze: int | FreezeRule) -> FreezeRule:
     """Return the rule for an optimizer's ``freeze``."""
     return freeze if hasattr(freeze, "observe") else FreezeAt(freeze)
-
-
-def warn_if_early(rule: FreezeRule, beta2: float, optimizer: str) -> None:
-    """Warn of a freeze before a tenth of the steps over which the variance averages.
-
-    By chance, the mean of k squares is below c times its expected value for about c^(k/2) of all elements. Among many
-    elements some then move 1 / sqrt(c) times too far in every step.
-    """
-    window = round(1 / (1 - beta2))
-    if isinstance(rule, FreezeAt) and 10 * rule.step < window:
-        warn_caller(
-            f"the variance is frozen after {rule.step} steps, but averages over 1 / (1 - b2) = {window}: {optimizer} "
-            f"expects a freeze after at least {-(-window // 10)}, better {3 * window}, or a smaller b2"
-        )
-
-
-def warn_of_zeros(state: OptimizerState, tensors: Iterable[int], until: str) -> None:
-    """Warn of those among some tensors that do not move, because all their gradients were 0 in the exact steps.
-
-    Parameters
-    ----------
-    state : OptimizerState
-        The state after the last of these steps.
-    tensors : iterable of int
-        The tensors whose variance has been measured.
-    until : str
-        How long they do not move, as the warning says it.
-    """
-    sums = totals(state.variance)
-    still = [i for i in tensors if not sums[i] and 0 not in state.variance[i].shape]
-    if still:
-        warn_caller(
-            f"all gradients of {some(state.names[i] for i in still)} were 0 in the first {state.step} steps, so their "
-            f"variance is 0, and they do not move {until}. If they begin to learn later, make another optimizer for "
-            "them then, with another seed"
-        )

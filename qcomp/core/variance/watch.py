@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qcomp.core.checkpoint.format import NUMBER
 from qcomp.core.checkpoint.schema import Number
@@ -14,28 +14,24 @@ from qcomp.core.numeric.arrays import (
     concat,
     cut_like,
     divide,
+    flat,
     host_numbers,
     to_compute_dtype,
 )
 from qcomp.core.numeric.sums import totals
-from qcomp.core.optimizers.own_counts import late_tensors
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.late import EXACT_STEPS, late_tensors
 
-__all__ = ["VarianceWatch", "watch_entries", "watch_limits", "without_watch"]
+__all__ = ["WATCHED", "VarianceWatch", "is_of_watch", "watch_limits"]
 
 WATCHED = "watched_variance"
 """The kind of arrays that a watch keeps: the average of the squares of each tensor's sample."""
 
 _RATIO, _OVERLAP, _STUCK = "variance_ratio", "variance_overlap", "variance_stuck"
-_FELT, _MEASURED, _QUIET_UNTIL, _INTERVAL = (
-    "watch_felt",
-    "watch_measured",
-    "watch_quiet_until",
-    "watch_interval",
-)
+_FELT, _MEASURED = "watch_felt", "watch_measured"
+_QUIET_UNTIL, _INTERVAL, _REPORTED = "watch_quiet_until", "watch_interval", "watch_reported."
 _FROZEN, _LEVEL = "watch_frozen.", "watch_level."
-_REPORTED = "watch_reported."
 _KINDS = ("jump", "growth", "shrinkage", "overlap", "stuck", "outgrown")
 
 _PER_TENSOR, _ALL_TENSORS, _MOST = 16, 64, 4096
@@ -172,10 +168,8 @@ class VarianceWatch:
         sizes = [
             0 if exact else math.prod(v.shape) for v, exact in zip(state.variance, state.exact, strict=True)
         ]
-        nothing = tuple(
-            array_namespace(v).zeros_like(array_namespace(v).reshape(v, (-1,))[:count])
-            for v, count in zip(state.variance, self._counts(sizes), strict=True)
-        )
+        counts = zip(state.variance, self._counts(sizes), strict=True)
+        nothing = tuple(array_namespace(v).zeros_like(flat(v)[:count]) for v, count in counts)
         fresh = {_RATIO: math.nan, _OVERLAP: math.nan, _STUCK: 0.0, _MEASURED: 0.0, _FELT: 0.0}
         fresh |= {_REPORTED + kind: 0.0 for kind in _KINDS}
         for name, exact in zip(state.names, state.exact, strict=True):
@@ -222,10 +216,8 @@ class VarianceWatch:
         factors : sequence of float, optional
             A factor for each tensor; 1 by default.
         """
-        parts = [
-            to_compute_dtype(_spread(t, w.shape[0]))
-            for t, w in zip(tensors, state.arrays[WATCHED], strict=True)
-        ]
+        pairs = zip(tensors, state.arrays[WATCHED], strict=True)
+        parts = [to_compute_dtype(_spread(t, w.shape[0])) for t, w in pairs]
         if factors is None:
             return parts
         return [factor * part for factor, part in zip(factors, parts, strict=True)]
@@ -260,16 +252,15 @@ class VarianceWatch:
         """Return the state, and the finding from the sizes of the compressed momenta."""
         numbers = state.numbers
         changes: dict[str, float] = {}
-        late = late_tensors(state)
+        late = late_tensors(state) if EXACT_STEPS in numbers else []
         chosen = [i for i, exact in enumerate(state.exact) if not (exact or i in late)]
         if not chosen:
             return state, _Finding(0.0, "")
         if not numbers[_FELT]:
             sums = totals([state.variance[i] for i in chosen])
-            means = [
-                s / max(1, math.prod(state.variance[i].shape)) for s, i in zip(sums, chosen, strict=True)
-            ]
-            changes |= {_FROZEN + state.names[i]: mean for i, mean in zip(chosen, means, strict=True)}
+            sizes = [max(1, math.prod(state.variance[i].shape)) for i in chosen]
+            settled = zip(chosen, sums, sizes, strict=True)
+            changes |= {_FROZEN + state.names[i]: total / size for i, total, size in settled}
         learning = numbers[_FELT] < _LEARNING
         if learning:
             changes[_FELT] = numbers[_FELT] + 1
@@ -303,7 +294,6 @@ class VarianceWatch:
             array_namespace(w).astype(average, w.dtype, copy=False)
             for w, average in zip(parts, cut_like(joined, [w.shape[0] for w in parts]), strict=True)
         )
-        state = state._replace(arrays={**state.arrays, WATCHED: averages})
 
         # The values are the same on all ranks, and summed exactly on the host, so that all ranks decide alike.
         xp = array_namespace(joined)
@@ -328,14 +318,9 @@ class VarianceWatch:
         whole = count * self._every(beta2) >= round(1 / (1 - beta2))
         ratio, overlap = (total.ratio, total.overlap) if whole else (math.nan, math.nan)
         stuck, outgrown = total.stuck / total.size, total.outgrown / total.size
+        numbers = {_RATIO: ratio, _OVERLAP: overlap, _STUCK: stuck, _MEASURED: float(count)}
         state = state._replace(
-            numbers={
-                **state.numbers,
-                _RATIO: ratio,
-                _OVERLAP: overlap,
-                _STUCK: stuck,
-                _MEASURED: float(count),
-            }
+            arrays={**state.arrays, WATCHED: averages}, numbers={**state.numbers, **numbers}
         )
         by_name = dict(zip(state.names, seen, strict=True))
         findings = {
@@ -423,18 +408,10 @@ class _Seen(NamedTuple):
         return _quotient(self.smaller, self.now + self.frozen - self.smaller)
 
 
-def without_watch(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a saved state that are not those of a watch."""
-    numbers = tuple(NUMBER + name for name in (_RATIO, _OVERLAP, _STUCK, "watch_"))
-    return {key: value for key, value in saved.items() if not key.startswith((f"{WATCHED}.", *numbers))}
-
-
-def watch_entries(state: OptimizerState) -> dict[str, Any]:
-    """Return the part of a state that belongs to a watch, as entries of a saved state."""
-    arrays = zip(state.names, state.arrays.get(WATCHED, ()), strict=False)
-    numbers = {NUMBER + name: value for name, value in state.numbers.items()}
-    own = set(numbers) - set(without_watch(numbers))
-    return {f"{WATCHED}.{name}": w for name, w in arrays} | {key: numbers[key] for key in sorted(own)}
+def is_of_watch(key: str) -> bool:
+    """Return whether an entry of a saved state belongs to a watch."""
+    numbers = [NUMBER + name for name in (_RATIO, _OVERLAP, _STUCK, "watch_")]
+    return key.startswith((f"{WATCHED}.", *numbers))
 
 
 def watch_limits(numbers: Mapping[str, float]) -> dict[str, Number]:
@@ -449,7 +426,7 @@ def _spread(tensor: Array, count: int) -> Array:
     size = math.prod(tensor.shape)
     stride = size // max(1, count) or 1
     stride -= stride % 2 == 0  # odd: an even one would often stay in a few columns of a matrix
-    return array_namespace(tensor).reshape(tensor, (-1,))[: min(size, stride * count) : stride]
+    return flat(tensor)[: min(size, stride * count) : stride]
 
 
 def _to_host(joined: Array, parts: Sequence[Array]) -> list[Sequence[float]]:

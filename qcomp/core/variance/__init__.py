@@ -1,0 +1,1 @@
+"""The variance of Adam: when it is frozen, and what may change it afterwards."""

@@ -1,0 +1,88 @@
+"""Late tensors: those with too few steps before the freeze, which make exact steps of their own after it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qcomp.core.numeric.arrays import Array
+from qcomp.core.state import OptimizerState
+
+__all__ = ["EXACT_STEPS", "late_tensors", "of_tensors", "steps_of_parts", "with_late", "without_late"]
+
+EXACT_STEPS = "exact_steps"
+"""The name of the number of exact steps that each late tensor makes; ``exact_steps.NAME`` says which tensors are late,
+and have fewer steps of their own so far. No state without late tensors has any of these numbers."""
+
+
+def late_tensors(state: OptimizerState) -> list[int]:
+    """Return the tensors that make exact steps of their own."""
+    if EXACT_STEPS not in state.numbers:
+        return []
+    return [i for i, name in enumerate(state.names) if f"{EXACT_STEPS}.{name}" in state.numbers]
+
+
+def with_late(tensors: Sequence[int], state: OptimizerState, steps: float) -> OptimizerState:
+    """Return a state in which some more tensors are late, each of which makes so many exact steps."""
+    if not tensors:
+        return state
+    late = {f"{EXACT_STEPS}.{state.names[i]}": steps for i in tensors}
+    return state._replace(numbers={**state.numbers, EXACT_STEPS: steps, **late})
+
+
+def without_late(tensors: Sequence[int], state: OptimizerState) -> OptimizerState:
+    """Return a state in which some tensors are late no more."""
+    if not tensors:
+        return state
+    others = set(late_tensors(state)).difference(tensors)
+    gone = {f"{EXACT_STEPS}.{state.names[i]}" for i in tensors} | (set() if others else {EXACT_STEPS})
+    return state._replace(numbers={key: x for key, x in state.numbers.items() if key not in gone})
+
+
+def of_tensors(state: OptimizerState, tensors: Sequence[int]) -> OptimizerState:
+    """Return a state with the names and arrays of some tensors only; exchange, numbers and compressors are the same."""
+
+    def of(arrays: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([arrays[i] for i in tensors]) if arrays else ()
+
+    return state._replace(
+        names=of(state.names),
+        exact=of(state.exact),
+        momentum=of(state.momentum),
+        variance=of(state.variance),
+        arrays={kind: of(arrays) for kind, arrays in state.arrays.items()},
+    )
+
+
+def steps_of_parts(
+    parts: Sequence[tuple[Sequence[int], Callable[..., Any], Sequence[Array]]],
+    params: Sequence[Array],
+    means: Any,
+    state: OptimizerState,
+) -> tuple[list[Array], OptimizerState]:
+    """Make a step in which some tensors move in one way, and others in another.
+
+    Each part has its tensors, what makes their step from parameters, `Means` and the state, and the means of all
+    tensors for it. Both moments must exist.
+    """
+    new, after = list(params), state
+    for tensors, make, values in parts:
+        if not tensors:
+            continue
+        own = means._replace(values=tuple([values[i] for i in tensors]))
+        moved, part = make([params[i] for i in tensors], own, of_tensors(state, tensors))
+
+        def put(
+            into: Sequence[Array], these: Sequence[Array], tensors: Sequence[int] = tensors
+        ) -> tuple[Array, ...]:
+            by_number = dict(zip(tensors, these, strict=True))
+            return tuple([by_number.get(i, x) for i, x in enumerate(into)])
+
+        new = [*put(new, moved)]
+        changed = {key: x for key, x in part.numbers.items() if x != state.numbers.get(key)}
+        after = after._replace(
+            step=part.step,
+            momentum=put(after.momentum, part.momentum),
+            variance=put(after.variance, part.variance),
+            arrays={kind: put(xs, part.arrays[kind]) for kind, xs in after.arrays.items()},
+            numbers={**after.numbers, **changed},
+        )
+    return new, after
