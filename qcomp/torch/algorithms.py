@@ -129,7 +129,7 @@ class _FrozenVarianceAdam(BeginsAsAdamW):
         weight_decay: float = 0.0,
         *,
         freeze: int | FreezeRule = VarianceStable(),
-        variance_floor: float = 1e-3,
+        variance_floor: float = 0.03,
         variance_steps: Schedule | None = None,
         watch: VarianceWatch | None = VarianceWatch(),
         decoupled_weight_decay: bool = True,
@@ -186,7 +186,7 @@ class OneBitAdam(_FrozenVarianceAdam):
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
-    variance_floor : float, default 1e-3
+    variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
@@ -259,7 +259,7 @@ class OneBitLamb(AveragingOptimizer):
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
-    variance_floor : float, default 1e-3
+    variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
@@ -323,7 +323,7 @@ class OneBitLamb(AveragingOptimizer):
         weight_decay: float = 0.0,
         *,
         freeze: int | FreezeRule = VarianceStable(),
-        variance_floor: float = 1e-3,
+        variance_floor: float = 0.03,
         watch: VarianceWatch | None = VarianceWatch(),
         decoupled_weight_decay: bool = True,
         trust_bounds: tuple[float, float] = (0.01, 10.0),
@@ -386,7 +386,7 @@ class QAdam(_FrozenVarianceAdam):
         Weight decay coefficient, >= 0. Each group has its own.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
-    variance_floor : float, default 1e-3
+    variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
@@ -448,7 +448,7 @@ class QAdam(_FrozenVarianceAdam):
         weight_decay: float = 0.0,
         *,
         freeze: int | FreezeRule = VarianceStable(),
-        variance_floor: float = 1e-3,
+        variance_floor: float = 0.03,
         variance_steps: Schedule | None = DoublingIntervals(4),
         watch: VarianceWatch | None = VarianceWatch(),
         decoupled_weight_decay: bool = True,

@@ -24,6 +24,7 @@ def one_bit(**changes) -> qcomp.OneBitLamb:
             "freeze": FREEZE,
             "exact": None,
             "compressor": SIGN,
+            "variance_floor": 0.0,
             **changes,
         }
     )

@@ -436,7 +436,7 @@ class TestRewarm:
     @sizes
     def test_a_re_warm_makes_exact_steps_of_adam_and_then_compressed_ones(self, job, grads, size):
         """Bit for bit: the variance continues from the frozen one, and nothing is corrected twice."""
-        run = job(one_bit(watch=REWARMING), grads(SHAPES, 99, 0, np.float64), size)
+        run = job(one_bit(watch=REWARMING, variance_floor=0.0), grads(SHAPES, 99, 0, np.float64), size)
         (b1, b2), exact = BETAS, []
 
         def each(before, gradients):

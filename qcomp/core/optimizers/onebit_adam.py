@@ -87,7 +87,7 @@ class OneBitAdam(Optimizer):
         ``compressor`` for all.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
-    variance_floor : float, default 1e-3
+    variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
@@ -130,7 +130,7 @@ class OneBitAdam(Optimizer):
     exact: ExactPolicy | None = ExactBelow(10_000)
     compressors: CompressorPolicy | None = None
     freeze: int | FreezeRule = VarianceStable()
-    variance_floor: float = 1e-3
+    variance_floor: float = 0.03
     variance_steps: Schedule | None = None
     watch: VarianceWatch | None = VarianceWatch()
 

@@ -58,7 +58,7 @@ class QAdam(OneBitAdam):
         errors become large steps.
     warmup_steps : int, optional
         Alias of ``freeze`` for a number of steps; give only one of the two.
-    variance_floor : float, default 1e-3
+    variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
