@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import array_api_compat
 
-from qcomp.core.numeric.arrays import Array, in_numpy
+from qcomp.core.numeric.arrays import Array, array_namespace, device, dtype_name, in_numpy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ def check_buffer(x: Any, *, name: str = "x") -> None:
     """
     if not array_api_compat.is_array_api_obj(x):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.dtype != array_api_compat.array_namespace(x).uint8:
+    if dtype_name(x.dtype) != "uint8":
         raise TypeError(f"{name} must have dtype uint8, got {x.dtype}")
     if x.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
@@ -99,9 +99,9 @@ def from_host(x: HostBuffer, like: Array) -> Array:
     >>> from_host(np.zeros(2, dtype=np.uint8), like=np.ones(7))
     array([0, 0], dtype=uint8)
     """
-    xp = array_api_compat.array_namespace(like)
-    buffer: Array = xp.asarray(x, device=array_api_compat.device(like))
-    return buffer
+    return (
+        x if array_api_compat.is_numpy_array(like) else array_namespace(like).asarray(x, device=device(like))
+    )
 
 
 def stage_exchange(
@@ -128,10 +128,10 @@ def stage_exchange(
         raise ValueError(f"send must hold one buffer for each of {size} ranks, got {len(send)}")
     if len(receive) != size:
         raise ValueError(f"receive must hold one size for each of {size} ranks, got {len(receive)}")
-    sizes = [operator.index(n) for n in receive]
+    sizes = list(map(operator.index, receive))
     if min(sizes) < 0:
         raise ValueError(f"receive must hold sizes of at least 0 bytes, got {min(sizes)}")
-    if all(buffer is send[0] for buffer in send):
+    if len(set(map(id, send))) == 1:
         # An all-gather sends one buffer everywhere: one copy from the device is enough.
         buffers = [stage(send[0], name="send")] * size
     else:

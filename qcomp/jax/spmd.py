@@ -247,7 +247,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
         super().__post_init__()
         _require_fixed_lengths(self.compressors)
 
-    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+    def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
         """Return the one round of a call."""
         begun = []
         kept: Any
@@ -255,7 +255,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
             rows = jnp.reshape(kept, (matrix.rank, matrix.columns))
             first: Any = first_factor(matrix.rank, matrix.columns, kept)
             begun.append(jnp.ravel(jnp.where(jnp.any(rows != 0, axis=-1, keepdims=True), rows, first)))
-        return super().begin(x, state._replace(server=tuple(begun)), terms)
+        return super().begin(tensors, state._replace(server=tuple(begun)), terms)
 
     def _has_owners(self, size: int) -> bool:
         """Return whether factors have owners: JAX only knows that all devices hold the same if one has sent it."""

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -27,8 +28,13 @@ from qcomp.private_names.torch import found_inf, grad_scale
 from qcomp.torch.alike import COMPARED, compare_parameters, of_first_rank
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.live import LiveSettings, compressors_of, exact_of
-from qcomp.torch.parameters import inside_wrapper, names_of, require_dense, require_memory_of_its_own
-from qcomp.torch.products import plain_products
+from qcomp.torch.parameters import (
+    inside_wrapper,
+    names_of,
+    plain_products,
+    require_dense,
+    require_memory_of_its_own,
+)
 from qcomp.torch.saving import SavedOptimizer
 
 __all__ = ["AveragingOptimizer", "communicator", "untraced"]
@@ -315,7 +321,6 @@ class AveragingOptimizer(SavedOptimizer):
     def _stages(self, params: Sequence[Any], state: OptimizerState, *, donate: bool = False) -> Stages[Any]:
         """Make one step with the current gradients and settings as a generator of pure stages."""
         optimizer = self._core(state)
-        require_dense(zip(self._names, self._tensors, strict=True))
         gradients, scaled = self._gradients()
         if scaled and optimizer.nonfinite != "skip":
             optimizer = self._settings.skipping()
@@ -341,9 +346,9 @@ class AveragingOptimizer(SavedOptimizer):
     @torch.no_grad()
     def _write(self, params: Sequence[Any]) -> None:
         """Write values into the parameters, unless they are there."""
-        for value, new in zip(self._values(), params, strict=True):
-            if new.data_ptr() != value.data_ptr():
-                value.copy_(new)
+        for p, new in zip(self._tensors, params, strict=True):
+            if new.data_ptr() != p.data_ptr():
+                p.copy_(new)
 
     def _move(self, comm: Communicator) -> None:
         """Switch to another communicator, whose ranks may not know the rate of an earlier step."""
@@ -361,7 +366,7 @@ class AveragingOptimizer(SavedOptimizer):
                     )
         for name, p, shown in zip(self._names, self._tensors, self._shown, strict=True):
             own = self.state.get(p, {})
-            if any(own.get(kind) is not x for kind, x in shown.items()):
+            if not all(map(is_, map(own.get, shown), shown.values())):
                 raise RuntimeError(
                     f"state has no longer the moments of {name!r} that the last step has left there, and steps do not "
                     "read them there: make the optimizer again to begin with moments of zero, or use load_state_dict"
@@ -381,7 +386,10 @@ class AveragingOptimizer(SavedOptimizer):
 
     def _gradients(self) -> tuple[list[Any], bool]:
         """Return the gradient of each parameter, without the scale of a GradScaler, and whether there was one."""
-        gradients = [_as_precise(p.grad, p) for p in self._tensors]
+        gradients: list[Any] = [p.grad for p in self._tensors]
+        require_dense(zip(self._names, gradients, strict=True))
+        pairs = zip(gradients, self._tensors, strict=True)
+        gradients = [g if g is None or g.dtype is p.dtype else _as_precise(g, p) for g, p in pairs]
         scale = grad_scale(self)
         if scale is not None:
             inverse = 1.0 / float(scale)
@@ -392,8 +400,7 @@ class AveragingOptimizer(SavedOptimizer):
 
 def _as_precise(grad: Any, p: Any) -> Any:
     """Return a gradient in the precision in which its parameter is computed: its ``grad_dtype`` may be another."""
-    is_double = [x is not None and x.dtype == torch.float64 for x in (grad, p)]
-    return grad if grad is None or is_double[0] == is_double[1] else grad.to(p.dtype)
+    return grad.to(p.dtype) if (grad.dtype == torch.float64) != (p.dtype == torch.float64) else grad
 
 
 def communicator(given: Any = None) -> Communicator:

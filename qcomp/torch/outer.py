@@ -27,7 +27,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import wrapped_in
 from qcomp.torch.alike import of_first_rank
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
-from qcomp.torch.products import plain_products
+from qcomp.torch.parameters import plain_products
 from qcomp.torch.trained import Trained
 
 __all__ = ["OuterLoop"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "inside_wrapper",
     "mark_of",
     "names_of",
+    "plain_products",
     "require_dense",
     "require_memory_of_its_own",
     "require_values",
@@ -128,13 +130,19 @@ def require_dense(named: Iterable[tuple[str, Any]]) -> None:
     Parameters
     ----------
     named : iterable of pairs
-        Parameters with their names.
+        Names of parameters with their gradients, or with None.
     """
-    for name, p in named:
-        if p.grad is not None and p.grad.layout is not torch.strided:
+    for name, grad in named:
+        if grad is not None and grad.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {name!r} is sparse; expected a dense one, as of an Embedding with sparse=False"
             )
+
+
+def plain_products(like: torch.Tensor) -> Any:
+    """Return a context in which autocast does not lower the precision of products, on the device of ``like``."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def mark_of(x: torch.Tensor) -> int:

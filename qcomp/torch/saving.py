@@ -358,7 +358,8 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         self._state = state
         self._saves.forget()
         kinds = {kind: arrays for kind, arrays in _kinds(state).items() if arrays}
-        self._shown = [{kind: arrays[i] for kind, arrays in kinds.items()} for i in range(len(self._tensors))]
+        of_each = zip(*kinds.values(), strict=True) if kinds else ((),) * len(self._tensors)
+        self._shown = [dict(zip(kinds, own, strict=True)) for own in of_each]
         for p, shown in zip(self._tensors, self._shown, strict=True):
             self.state[p] = dict(shown)
 

@@ -195,7 +195,7 @@ def test_rounds_write_into_the_buffers_of_the_whole_mean(topology, small_rounds)
             x = gradient(comm.rank, 0, [(700,)])[0]
             before = x.copy()
             state = mean.init(x, comm)
-            result, after = in_rounds(mean, x, state, None, comm, donate=donate)
+            (result,), after = in_rounds(mean, [x], state, None, comm, donate=donate)
             assert np.shares_memory(after.worker[0], x) == donate
             assert donate or x.tobytes() == before.tobytes()
             assert all(
@@ -213,7 +213,7 @@ def test_a_mean_that_may_overwrite_its_values_has_one_round(small_rounds):
     mean = CompressedMean(qcomp.ScaledSign(bucket_size=8))
     x = gradient(0, 0, [(700,)])[0]
     state = mean.zeros([x], rank=0, size=1)
-    assert len(mean.begin(x, state, Terms(overwrite=True)).rounds) == 1
+    assert len(mean.begin([x], state, Terms(overwrite=True)).rounds) == 1
 
 
 def test_calling_a_mean_also_uses_rounds(small_rounds):

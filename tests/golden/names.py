@@ -61,7 +61,7 @@ def _is_copied(member: Any, kind: type) -> bool:
 
 
 def _description(value: Any) -> str:
-    if not (inspect.isclass(value) or isinstance(value, MEMBERS)):
+    if not (inspect.isclass(value) or isinstance(inspect.unwrap(value), MEMBERS)):
         return "a value"
     text = (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
     return f"{_signature(value)} | help {hashlib.sha256(inspect.cleandoc(text).encode()).hexdigest()[:8]}"

@@ -196,3 +196,33 @@ def test_optimizer_and_scheduler_are_freed_without_the_collector(name):
         assert [found() for found in made()] == [None, None]
     finally:
         gc.enable()
+
+
+CHANGES = {
+    "lr": lambda group: group.update(lr=0.3),
+    "a rate in its tensor": lambda group: group["lr"].fill_(0.3),
+    "weight_decay": lambda group: group.update(weight_decay=0.7),
+    "betas": lambda group: group.update(betas=(0.5, 0.6)),
+    "eps": lambda group: group.update(eps=0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rate", [0.01, tensor_of(0.01)], ids=["number", "tensor"])
+def test_a_setting_that_changes_alone_between_steps_is_read(rate, change):
+    if change == "a rate in its tensor" and not torch.is_tensor(rate):
+        rate = tensor_of(rate)
+    found = []
+    for make, own in (
+        (torch.optim.AdamW, {}),
+        (qcomp.torch.OneBitAdam, {"freeze": 10**6, "exact": None, "comm": LocalCommunicator.alone()}),
+    ):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 40, dtype=torch.float64))
+        optimizer = make([p], lr=copy.deepcopy(rate), betas=[0.9, 0.99], weight_decay=0.1, **own)
+        for step in range(6):
+            if step == 3:
+                CHANGES[change](optimizer.param_groups[0])
+            p.grad = torch.sin(torch.arange(40.0, dtype=torch.float64) + step) + p.detach()
+            optimizer.step()
+        found.append(p.detach())
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-13)

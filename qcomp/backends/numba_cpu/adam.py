@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from qcomp.backends.numba_cpu import threads
-from qcomp.backends.numba_cpu.jit import Floats, Longs, borrow, inline, kernel
+from qcomp.backends.numba_cpu.jit import Floats, Kernel, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import ZERO, F, mix
 from qcomp.backends.numba_cpu.tables import floats_at
 from qcomp.core.kernels import AdamNumbers, StepNumbers
@@ -43,7 +42,7 @@ def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNum
         Elements of each tensor.
     numbers : sequence of StepNumbers
     """
-    _run(_frozen_steps, tensors, sizes, [_row(step) for step in numbers])
+    _run(_frozen_steps, tensors, sizes, [(*step, step.weight_decay != 0) for step in numbers])
 
 
 def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbers]) -> None:
@@ -60,24 +59,24 @@ def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbe
     """
     rows = [
         (
-            *_row(n.step),
+            *n.step,
+            n.step.weight_decay != 0,  # a decay may round to zero
             n.variance_correction,
             n.coupled_decay,
             n.coupled_decay != 0,
-            *(weight for beta in n.betas for weight in (beta, 1 - beta)),
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
         )
         for n in numbers
+        for beta1, beta2 in [n.betas]
     ]
     _run(_adam_steps, tensors, sizes, rows)
 
 
-def _row(step: StepNumbers) -> tuple[float, ...]:
-    """Return the numbers of a step, then whether there is decay, since a nonzero decay may round to zero."""
-    return (*step, step.weight_decay != 0)
-
-
 def _run(
-    steps: Any,
+    steps: Kernel,
     tensors: Table,
     sizes: Sequence[int],
     numbers: Sequence[Sequence[float]],
@@ -89,7 +88,7 @@ def _run(
     rounded = np.asarray(numbers, dtype=np.float32).reshape(-1)
 
     def work(first: int, last: int) -> None:
-        steps(table, lengths, ends, rounded, np.empty(_RUN, dtype=np.float32), first, last)
+        steps.compiled(table, lengths, ends, rounded, np.empty(_RUN, dtype=np.float32), first, last)
 
     threads.run(work, int(ends[-1]), _RUN)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
 from qcomp.backends.numba_cpu.qsgd import encode_qsgd
 from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd
 from qcomp.backends.numba_cpu.sign import decode_sign, encode_sign
+from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
     DATA,
     OUT,
@@ -142,7 +142,8 @@ class Alike(NamedTuple):
 
     compressor: AnyCompressor
     kernels: CompressorKernels
-    elements: int
+    streams: bool
+    """Whether decoding all segments pays to write past the caches."""
     positions: Longs
     """The index of each segment's tensor in ``FramePlan.tensors``."""
     numbers: Longs
@@ -173,13 +174,11 @@ class Alike(NamedTuple):
         rows[:, RESIDUAL] = residuals[self.numbers]
         return ToEncode(rows, self.ends)
 
-    def decoded(self, tensors: Longs, payloads: Longs) -> Decoded:
-        """Return the segments as a table, from the addresses of all tensors."""
-        return self._from(tensors[self.positions] + self.starts, payloads)
-
-    def decoded_alone(self, vectors: Longs, payloads: Longs) -> Decoded:
-        """Return the segments as a table, from the address of each one."""
-        return self._from(vectors[self.numbers], payloads)
+    def decoded(self, vectors: Longs, payloads: Longs) -> Decoded:
+        """Return the segments as a table, from the address of each one, and the addresses of its payloads."""
+        rows = self.received.copy()
+        rows[:, OUT] = vectors
+        return Decoded(rows, payloads, self.ends)
 
     def of_each_frame(self, messages: Longs) -> Longs:
         """Return the addresses of the payloads in a message of each frame."""
@@ -196,48 +195,30 @@ class Alike(NamedTuple):
             rows[:, -1] += first_bucket
         return rows
 
-    def _from(self, vectors: Longs, payloads: Longs) -> Decoded:
-        rows = self.received.copy()
-        rows[:, OUT] = vectors
-        return Decoded(rows, payloads, self.ends)
-
 
 class FramePlan(NamedTuple):
     """Facts about some frames that do not depend on values."""
 
-    frames: tuple[ref[Frame], ...]
     tensors: tuple[int, ...]
     """The tensors that have a segment in a frame."""
-    sizes: tuple[int, ...]
-    """Elements of each segment."""
+    shapes: tuple[tuple[int], ...]
+    """The shape of each segment."""
     groups: tuple[Alike, ...] | None
     """The segments by compressor; None if the kernels cannot compress all of them."""
     gaps: tuple[Longs, ...]
     """The bytes in a message of each frame that belong to no payload."""
 
 
-_plans: WeakKeyDictionary[Frame, list[FramePlan]] = WeakKeyDictionary()
-"""By the first frame."""
-
-
-def plan_of(frames: Sequence[Frame]) -> FramePlan:
+@lru_cache(256)  # a frame equals only itself
+def plan_of(frames: tuple[Frame, ...]) -> FramePlan:
     """Return the plan of some frames."""
-    for plan in _plans.get(frames[0], ()):
-        if [of() for of in plan.frames] == [*frames]:  # a frame equals only itself
-            return plan
-    plan = _resolved(tuple(frames))
-    _plans.setdefault(frames[0], []).append(plan)
-    return plan
-
-
-def _resolved(frames: tuple[Frame, ...]) -> FramePlan:
     segments = [
         _Segment(frame, index, number)
         for index, frame in enumerate(frames)
         for number in range(len(frame.chunk))
     ]
     tensors = tuple(sorted({segment.tensor for segment in segments}))
-    sizes = tuple(segment.size for segment in segments)
+    shapes = tuple((segment.size,) for segment in segments)
     by_spec: dict[str, list[int]] = {}
     for number, segment in enumerate(segments):
         by_spec.setdefault(segment.compressor.spec, []).append(number)
@@ -245,9 +226,8 @@ def _resolved(frames: tuple[Frame, ...]) -> FramePlan:
     plain = all(not frame.variable_length and {*frame.dtypes} <= {"float32"} for frame in frames)
     found = tuple(group for group in groups if group is not None)
     return FramePlan(
-        tuple(map(ref, frames)),
         tensors,
-        sizes,
+        shapes,
         found if plain and len(found) == len(groups) else None,
         tuple(map(_gaps, frames)),
     )
@@ -315,7 +295,7 @@ def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequen
     return Alike(
         compressor,
         kernels,
-        sum(s.size for s in own),
+        pays(sum(s.size for s in own)),
         positions=_longs([place[s.tensor] for s in own]),
         numbers=_longs(numbers),
         frames=_longs([s.of_frame for s in own]),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib import import_module
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
-from array_api_compat import is_torch_array
 from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import adam_steps, frozen_steps
 from qcomp.backends.numba_cpu.codec import (
     NO_MOMENTUM,
-    Weights,
+    average,
+    compress_mean,
     decode,
     decoder_of,
     encode,
@@ -25,10 +28,8 @@ from qcomp.backends.numba_cpu.codec import (
 from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
 from qcomp.backends.numba_cpu.low_rank import NO_VALUES, compensate, next_factor, orthonormal, take_low_rank
-from qcomp.backends.numba_cpu.means import average, compress_mean
-from qcomp.backends.numba_cpu.memory import empty, message
+from qcomp.backends.numba_cpu.memory import empties, empty, message
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
-from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
     MOMENTUM,
     RESIDUAL,
@@ -37,18 +38,15 @@ from qcomp.backends.numba_cpu.tables import (
     Decoded,
     address,
     addresses,
+    addresses_of_bytes,
     decoded_vectors,
     encoded_vectors,
+    is_of_torch,
 )
 from qcomp.backends.numba_cpu.vectors import descend, finish_mean, in_range, momentum, nesterov, scale
 from qcomp.core.kernels import AdamNumbers, Blend, Encoded, EncodedFrame, StepNumbers
 from qcomp.core.mean.framing import Frame
-from qcomp.core.numeric.arrays import (
-    Array,
-    dtype_name,
-    is_mutable,
-    to_compute_dtype,
-)
+from qcomp.core.numeric.arrays import Array, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.primitives import refusal
 from qcomp.core.traits import AnyCompressor
@@ -70,14 +68,8 @@ class NumbaKernels:
 
     def takes(self, x: Any) -> bool:
         """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that is computed in float32."""
-        if _is_tensor(x) and not x.is_cpu:
-            return False
-        kind = type(x), x.dtype
-        taken = _taken.get(kind)
-        if taken is None:  # cached: NumPy takes longer for a dtype's name than a kernel for a small array
-            known = isinstance(x, np.ndarray) or is_torch_array(x)
-            taken = _taken[kind] = known and dtype_name(x.dtype) in _DTYPES
-        return taken
+        kind: Any = type(x)
+        return _is_taken(kind, x.dtype) and (kind is np.ndarray or isinstance(x, np.ndarray) or x.is_cpu)
 
     def encode(
         self,
@@ -136,7 +128,7 @@ class NumbaKernels:
 
     def empty_like(self, x: Array) -> Array | None:
         """Return an uninitialised array like x, in reused memory if available; None unless x is float32."""
-        return _empty(x) if dtype_name(x.dtype) == "float32" else None
+        return _empties(x, [x.shape])[0] if dtype_name(x.dtype) == "float32" else None
 
     def average(
         self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
@@ -184,12 +176,9 @@ class NumbaKernels:
 
     def empty_likes(self, arrays: Sequence[Array]) -> list[Array] | None:
         """Return `empty_like` of each of several arrays."""
-        if any(dtype_name(dtype) != "float32" for dtype in {x.dtype for x in arrays}):
+        if set(map(dtype_name, map(_DTYPE, arrays))) != {"float32"}:
             return None
-        buffers = [empty(tuple(x.shape)) for x in arrays]
-        return (
-            [_as_array_of(arrays[0], buffer) for buffer in buffers] if _is_tensor(arrays[0]) else [*buffers]
-        )
+        return _empties(arrays[0], map(_SHAPE, arrays))
 
     def encode_frames(
         self,
@@ -202,56 +191,57 @@ class NumbaKernels:
         blends: Sequence[Blend],
     ) -> list[Array] | None:
         """Compress all segments of some chunks, with one kernel call for each compressor."""
-        plan = plan_of(frames)
-        donated = outs is tensors
-        if plan.groups is None or (blends and (donated or len({b[1:] for b in blends}) > 1)):
+        plan = plan_of(tuple(frames))
+        donated, mode = outs is tensors, NO_RESIDUAL
+        momenta, betas, factors = zip(*blends, strict=True) if blends else ((), (), ())
+        if plan.groups is None or (blends and donated) or len({*zip(betas, factors, strict=True)}) > 1:
             return None
-        found = {VALUES: _addresses_of(tensors, plan.tensors)}
+        found: dict[int, Any] = {VALUES: addresses(tensors, plan.tensors)}
         if residuals:
-            found[RESIDUAL] = _addresses_of(residuals, plan.tensors)
-            found[RESIDUAL_OUT] = _addresses_of(outs, plan.tensors, written=True)
+            mode = OVER_INPUT if donated else FRESH
+            found[RESIDUAL] = addresses(residuals, plan.tensors)
+            found[RESIDUAL_OUT] = addresses(outs, plan.tensors, written=True)
+        weights = NO_MOMENTUM
         if blends:
-            found[MOMENTUM] = _addresses_of([blend.m for blend in blends], plan.tensors)
-        addresses = {column: at for column, at in found.items() if at is not None}
-        if len(addresses) < len(found):
+            found[MOMENTUM] = addresses(momenta, plan.tensors)
+            weights = np.float32(betas[0]), np.float32((1 - betas[0]) * factors[0])
+        if NoneType in map(type, found.values()):
             return None
-        mode = NO_RESIDUAL if not residuals else OVER_INPUT if donated else FRESH
-        weights = _weights(blends[0]) if blends else NO_MOMENTUM
-        messages = [message(frame.nbytes, gaps) for frame, gaps in zip(frames, plan.gaps, strict=True)]
-        to = _longs([*map(address, messages)])
+        messages = list(map(message, map(_NBYTES, frames), plan.gaps))
+        to: Any = addresses_of_bytes(messages)
         for group in plan.groups:
             run = group.kernels.encode(key)
             if run is None:
                 return None
-            vectors = group.encoded(addresses, to, key.bucket)
+            vectors = group.encoded(found, to, key.bucket)
             if not run_encoder(run, group.kernels.bucket_size, vectors, mode, weights):
                 if donated:
                     raise refusal(group.compressor)
                 return None  # the pure version raises
-        return [_as_array_of(tensors[0], each) for each in messages]
+        return _as_arrays_of(tensors[0], messages)
 
     def decode_frames(
         self, frames: Sequence[Frame], messages: Sequence[Array], outs: Sequence[Array]
     ) -> bool:
         """Decompress all segments of some chunks, with one kernel call for each compressor."""
-        plan = plan_of(frames)
-        to, at = _addresses_of(outs, plan.tensors, written=True), _addresses_of_messages(messages)
+        plan = plan_of(tuple(frames))
+        to, at = addresses(outs, plan.tensors, written=True), addresses_of_bytes(messages)
         if plan.groups is None or to is None or at is None:
             return False
         for group in plan.groups:
-            vectors = group.decoded(to, group.of_each_frame(at))
+            vectors = group.decoded(to[group.positions] + group.starts, group.of_each_frame(at))
             run, bucket_size = group.kernels.decode, group.kernels.bucket_size
-            run_decoder(run, bucket_size, vectors, accumulate=False, streams=pays(group.elements))
+            run_decoder(run, bucket_size, vectors, accumulate=False, streams=group.streams)
         return True
 
     def average_frame(self, frame: Frame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
         """Average all segments of a chunk, a block at a time."""
-        plan = plan_of([frame])
-        to, at = _addresses_of(outs, plan.tensors, written=True), _addresses_of_messages(messages)
+        plan = plan_of((frame,))
+        to, at = addresses(outs, plan.tensors, written=True), addresses_of_bytes(messages)
         if plan.groups is None or to is None or at is None:
             return False
         for group in plan.groups:
-            vectors = group.decoded(to, group.of_each_rank(at))
+            vectors = group.decoded(to[group.positions] + group.starts, group.of_each_rank(at))
             average(group.kernels.decode, group.kernels.bucket_size, vectors)
         return True
 
@@ -266,24 +256,23 @@ class NumbaKernels:
         into: Sequence[Array | None],
     ) -> EncodedFrame | None:
         """Compress the means of all segments of a chunk, a block at a time; None if a value is out of range."""
-        plan = plan_of([frame])
+        plan = plan_of((frame,))
         if not plan.groups:
             return None
-        outs: Sequence[Any] = into or [_as_array_of(like, empty((size,))) for size in plan.sizes]
-        segments = range(len(plan.sizes))
-        new = _addresses_of(outs, segments, written=True)
-        old = _addresses_of(residuals, segments) if residuals else new
-        at = _addresses_of_messages(messages)
+        outs: Sequence[Any] = into or _empties(like, plan.shapes)
+        new = addresses(outs, written=True)
+        old = addresses(residuals) if residuals else new
+        at = addresses_of_bytes(messages)
         if new is None or old is None or at is None:
             return None
         mode = OVER_INPUT if residuals else NO_RESIDUAL
         sent_to_all = message(frame.nbytes, plan.gaps[0])
-        to = _longs([address(sent_to_all)])
+        to: Any = addresses_of_bytes([sent_to_all])
         for group in plan.groups:
             kernels, run = group.kernels, group.kernels.encode(key)
             if run is None:
                 return None
-            received = group.decoded_alone(new, group.of_each_rank(at))
+            received = group.decoded(new[group.numbers], group.of_each_rank(at))
             sent = group.encoded_alone(new, old, to, key.bucket)
             if not compress_mean(kernels.decode, run, kernels.bucket_size, received, sent, mode):
                 return None
@@ -349,11 +338,11 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
         """Return the parameters, in new arrays or in their own, and the masked momenta in the momenta's buffers."""
-        moved = [p if donate and is_mutable(p) else _empty(p) for p in params]
-        table = _table(params, momenta, variances, moved, momenta)
-        if table is None or not all(map(is_mutable, momenta)):
+        moved = params if donate and _are_writable(params) else _empties(params[0], map(_SHAPE, params))
+        table = _table((params, momenta, variances), (moved, momenta))
+        if table is None:
             return None
-        frozen_steps(table, _sizes(params), numbers)
+        frozen_steps(*table, numbers)
         _tell_torch([*momenta, *(params if donate else ())])
         return list(zip(moved, momenta, strict=True))
 
@@ -368,19 +357,16 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
         """Return parameters, momenta and variances in new arrays, or in their own."""
-        moved = [
-            tensor
-            if donate and all(map(is_mutable, tensor))
-            else (_empty(tensor[0]), _empty(tensor[0]), _empty(tensor[0]))
-            for tensor in zip(params, momenta, variances, strict=True)
-        ]
-        table = _table(params, momenta, variances, gradients, *zip(*moved, strict=True))
+        moved: tuple[Sequence[Array], ...] = (params, momenta, variances)
+        if not (donate and all(map(_are_writable, moved))):
+            moved = tuple([_empties(params[0], map(_SHAPE, params)) for _ in moved])
+        table = _table((params, momenta, variances, gradients), moved)
         if table is None:
             return None
-        adam_steps(table, _sizes(params), numbers)
+        adam_steps(*table, numbers)
         if donate:
             _tell_torch([*params, *momenta, *variances])
-        return moved
+        return list(zip(*moved, strict=True))
 
     def in_range(self, x: Array) -> bool:
         """Return whether every value is +0, or of a magnitude from 2^-126 to below 2^100."""
@@ -435,63 +421,66 @@ class NumbaKernels:
 
 KERNELS = NumbaKernels()
 
-_taken: dict[tuple[type, object], bool] = {}
-"""Whether arrays of a class and dtype are accepted, provided that they are in CPU memory."""
+_DTYPE, _SHAPE, _NBYTES = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
+_WRITEABLE = attrgetter("flags.writeable")
+_FLOAT32 = np.dtype(np.float32)
 
 
-def _is_tensor(x: Array) -> bool:
-    return type(x) is not np.ndarray and is_torch_array(x)  # the first test takes a tenth of the second
+@cache  # NumPy takes longer for a dtype's name than a kernel for a small array
+def _is_taken(kind: Any, dtype: Any) -> bool:
+    """Return whether arrays of a class and dtype are accepted, provided that they are in CPU memory."""
+    return (issubclass(kind, np.ndarray) or is_of_torch(kind)) and dtype_name(dtype) in _DTYPES
+
+
+@cache
+def _torch() -> Any:
+    return import_module("torch")
 
 
 def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
     """Return a NumPy array as an array of the library of x that shares its memory."""
-    shared: Array = import_module("torch").from_numpy(values) if _is_tensor(x) else values
-    return shared
+    return _torch().from_numpy(values) if is_of_torch(type(x)) else values
 
 
-def _empty(like: Array) -> Array:
-    return _as_array_of(like, empty(tuple(like.shape)))
+def _as_arrays_of(x: Array, values: list[Any]) -> list[Array]:
+    """Return `_as_array_of` of each of several arrays."""
+    return list(map(_torch().from_numpy, values)) if is_of_torch(type(x)) else values
 
 
-def _table(*arrays: Sequence[Array]) -> Longs | None:
-    """Return the addresses of each tensor's arrays, one row per tensor; None if the kernels cannot access them all."""
-    together = [x for of_kind in arrays for x in of_kind]
-    shapes = [x.shape for x in together]
-    found = _addresses(together)
-    if found is None or shapes != shapes[: len(arrays[0])] * len(arrays):
+def _empties(like: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
+    """Return uninitialised arrays of these shapes, of the library of another."""
+    return _as_arrays_of(like, empties(shapes))
+
+
+def _are_writable(arrays: Sequence[Array]) -> bool:
+    return is_of_torch(type(arrays[0])) or all(map(_WRITEABLE, arrays))
+
+
+def _table(
+    read: Sequence[Sequence[Array]], written: Sequence[Sequence[Array]]
+) -> tuple[Longs, list[int]] | None:
+    """Return the addresses of each tensor's arrays, one row per tensor, and its elements.
+
+    None if the kernels cannot access them all, or if the arrays of a tensor differ in shape.
+    """
+    shapes = list(map(_SHAPE, read[0]))
+    found: dict[int, Any] = {}
+    for is_written, kinds in ((True, written), (False, read)):
+        for arrays in kinds:
+            if id(arrays) not in found:  # a step in place reads what it writes
+                if list(map(_SHAPE, arrays)) != shapes:
+                    return None
+                found[id(arrays)] = addresses(arrays, written=is_written)
+    if NoneType in map(type, found.values()):
         return None
-    return np.asarray(found, dtype=np.int64).reshape(len(arrays), -1).T
-
-
-def _addresses(arrays: Sequence[Array], *, written: bool = False) -> list[int] | None:
-    """Return the addresses of arrays, or None if the kernels cannot access all of them."""
-    if not arrays or type(arrays[0]) is np.ndarray or not is_torch_array(arrays[0]):
-        return addresses(arrays, written=written)
-    found = list(map(_address_of_tensor, arrays))
-    return None if -1 in found else found
-
-
-_FLOAT32 = np.dtype(np.float32)
-
-
-def _sizes(arrays: Sequence[Array]) -> list[int]:
-    return [math.prod(x.shape) for x in arrays]
-
-
-def _address_of_tensor(x: Any) -> int:
-    """Return the address of a torch tensor's elements, or -1 unless they are contiguous float32 on the CPU."""
-    if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
-        return -1
-    at: int = x.data_ptr()
-    return at
+    columns = [found[id(arrays)] for arrays in (*read, *written)]
+    return np.stack(columns, axis=1), list(map(math.prod, shapes))
 
 
 def _tell_torch(written: Sequence[Array]) -> None:
     """Tell automatic differentiation which tensors were written to, as torch's own operations do."""
-    if _is_tensor(written[0]):
-        increment_version = import_module("torch").autograd.graph.increment_version
-        for x in written:
-            increment_version(x)
+    if is_of_torch(type(written[0])):
+        _torch().autograd.graph.increment_version(written)
 
 
 def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
@@ -507,7 +496,7 @@ def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
 
 def _values(x: Any) -> Floats | None:
     """Return a flat NumPy view of an array, or None if that is not possible."""
-    if _is_tensor(x):
+    if is_of_torch(type(x)):
         if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
             return None
         x = x.numpy()
@@ -517,34 +506,10 @@ def _values(x: Any) -> Floats | None:
 
 
 def _bytes(data: Any) -> Bytes:
-    found: Bytes = data.numpy() if _is_tensor(data) else data
+    found: Bytes = data.numpy() if is_of_torch(type(data)) else data
     return found
 
 
 def _received(kernels: CompressorKernels, payloads: Sequence[Array], out: Floats) -> Decoded:
     """Return the table of one vector and its payload from each rank."""
     return decoded_vectors([_bytes(payload) for payload in payloads], kernels.bucket_size, out)
-
-
-def _addresses_of(arrays: Sequence[Any], numbers: Sequence[int], *, written: bool = False) -> Longs | None:
-    """Return the addresses of the arrays with these numbers, or None if the kernels cannot access all of them."""
-    some = arrays if len(numbers) == len(arrays) else [arrays[number] for number in numbers]
-    found = _addresses(some, written=written)
-    return None if found is None else np.asarray(found, dtype=np.int64)
-
-
-def _addresses_of_messages(messages: Sequence[Any]) -> Longs | None:
-    """Return the addresses of messages, or None if one is not contiguous in CPU memory."""
-    if _is_tensor(messages[0]):
-        found = [x.data_ptr() if x.is_cpu and x.is_contiguous() else -1 for x in messages]
-    else:
-        found = [address(x) if x.flags.c_contiguous else -1 for x in messages]
-    return None if -1 in found else np.asarray(found, dtype=np.int64)
-
-
-def _weights(blend: Blend) -> Weights:
-    return np.float32(blend.beta1), np.float32((1 - blend.beta1) * blend.scale)
-
-
-def _longs(values: Sequence[int]) -> Longs:
-    return np.asarray(values, dtype=np.int64)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["empty", "message", "release_memory"]
+__all__ = ["empties", "empty", "message", "release_memory"]
 
 _LARGE = 1 << 20
 """Bytes of the smallest buffers that are reused; smaller ones are left to the allocator of the C library."""
@@ -94,10 +95,17 @@ if hasattr(os, "register_at_fork"):
 
 def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Return an uninitialised float32 array of this shape, in reused memory if available."""
-    nbytes = 4 * math.prod(shape)
-    if nbytes < _LARGE:
-        return np.empty(shape, dtype=np.float32)
-    return _stock.take(nbytes).view(np.float32).reshape(shape)
+    return empties([shape])[0]
+
+
+def empties(shapes: Iterable[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+    """Return `empty` of each of several shapes."""
+    return [
+        np.empty(shape, dtype=np.float32)
+        if 4 * math.prod(shape) < _LARGE
+        else _stock.take(4 * math.prod(shape)).view(np.float32).reshape(shape)
+        for shape in shapes
+    ]
 
 
 def message(nbytes: int, gaps: NDArray[np.int64]) -> Block:

@@ -11,6 +11,7 @@ new residual), but only the first pass reads it from memory.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -163,7 +164,7 @@ _decode = decoder("decode_sign", "()", _layout, _decode_bucket)
 def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
     """Return a function that compresses vectors to signs and scales."""
     own = (scale == "rms",)
-    return encode_run(_encode, bucket_size, lambda: own, scratch=bucket_size)
+    return encode_run(_encode, bucket_size, partial(tuple, own), scratch=bucket_size)
 
 
 def decode_sign(bucket_size: int) -> DecodeRun:

@@ -6,7 +6,10 @@ share a table evenly, however its vectors differ in size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numba
@@ -14,6 +17,7 @@ import numpy as np
 from numba import extending, types
 
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, kernel
+from qcomp.core.numeric.arrays import dtype_name
 
 __all__ = [
     "DATA",
@@ -26,11 +30,13 @@ __all__ = [
     "ToEncode",
     "address",
     "addresses",
+    "addresses_of_bytes",
     "decoded_vectors",
     "encoded_vectors",
     "ends_of",
     "floats_at",
     "input_vectors",
+    "is_of_torch",
     "output_vectors",
     "run_of",
 ]
@@ -49,12 +55,7 @@ class ToEncode(NamedTuple):
     blended into, and of the payload, 0 where there is none; the number of values; the bytes of the payload; and the
     number of the first bucket, with which the draws begin."""
     ends: Longs
-    """The number of the bucket after the last of each vector."""
-
-    @property
-    def buckets(self) -> int:
-        """How many buckets there are."""
-        return int(self.ends[-1])
+    """The number of the bucket after the last of each vector; the last is the number of all buckets."""
 
 
 class Decoded(NamedTuple):
@@ -65,12 +66,7 @@ class Decoded(NamedTuple):
     payloads: Longs
     """Shape (n, ranks): the addresses of the payloads."""
     ends: Longs
-    """The number of the bucket after the last of each vector."""
-
-    @property
-    def buckets(self) -> int:
-        """How many buckets there are."""
-        return int(self.ends[-1])
+    """The number of the bucket after the last of each vector; the last is the number of all buckets."""
 
 
 def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
@@ -102,17 +98,54 @@ def address(x: Floats | Bytes) -> int:
     return at
 
 
-def addresses(arrays: Sequence[Any], *, written: bool = False) -> list[int] | None:
-    """Return the addresses of contiguous float32 NumPy arrays.
+def addresses(
+    arrays: Sequence[Any], numbers: Sequence[int] | None = None, *, written: bool = False
+) -> Longs | None:
+    """Return the addresses of arrays of one library, or of those with these numbers.
 
-    Returns None if one of them is something else, or is read-only and will be written to.
+    Returns None if one of them is not a contiguous float32 array in the memory of the CPU, or is read-only and will be
+    written to.
     """
-    if written and [x for x in arrays if not x.flags.writeable]:
+    if numbers is not None and len(numbers) < len(arrays):
+        arrays = [arrays[number] for number in numbers]
+    if arrays and is_of_torch(type(arrays[0])):
+        float32 = arrays[0].dtype if dtype_name(arrays[0].dtype) == "float32" else None
+        found = [
+            x.data_ptr()
+            for x in arrays
+            if x.dtype is float32 and x.is_cpu and x.is_contiguous() and not x.requires_grad
+        ]
+        return np.array(found, dtype=np.int64) if len(found) == len(arrays) else None
+    if written and not all(map(_WRITEABLE, arrays)):
         return None
     try:
-        return list(map(_address_of_floats.compiled, [x if x.ndim == 1 else _flat(x) for x in arrays]))
+        if {*map(_NDIM, arrays)} != {1}:
+            arrays = list(map(_flat, arrays))
+        return np.array([*map(_address_of_floats.compiled, arrays)], dtype=np.int64)
     except TypeError:  # from a kernel, which accepts no other arrays, or from `_flat`
         return None
+
+
+def addresses_of_bytes(arrays: Sequence[Any]) -> Longs | None:
+    """Return the addresses of uint8 arrays of one library; None if one is not contiguous in the memory of the CPU."""
+    if is_of_torch(type(arrays[0])):
+        found = [x.data_ptr() for x in arrays if x.is_cpu and x.is_contiguous()]
+        return np.array(found, dtype=np.int64) if len(found) == len(arrays) else None
+    if not all(map(_CONTIGUOUS, arrays)):
+        return None
+    return np.array([*map(_address_of_bytes.compiled, arrays)], dtype=np.int64)
+
+
+def _is_of_torch(kind: Any) -> bool:
+    return "torch" in sys.modules and issubclass(kind, sys.modules["torch"].Tensor)
+
+
+is_of_torch: Callable[[Any], bool] = cache(_is_of_torch)
+"""Returns whether a class is one of torch's tensors."""
+
+
+_NDIM, _CONTIGUOUS = attrgetter("ndim"), attrgetter("flags.c_contiguous")
+_WRITEABLE = attrgetter("flags.writeable")
 
 
 def _flat(x: Any) -> Floats:

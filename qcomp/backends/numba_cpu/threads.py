@@ -96,7 +96,7 @@ def run(work: Callable[[int, int], _Result], buckets: int, bucket_size: int) -> 
 
     The bytes of a bucket do not depend on the thread that works on it.
     """
-    threads = get_num_threads()
+    threads = _pool.threads or get_num_threads()
     if threads > 1:
         threads = min(threads, buckets, buckets * bucket_size // _LEAST_ELEMENTS)
     if threads <= 1:

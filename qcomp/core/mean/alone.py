@@ -12,6 +12,9 @@ from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 
 __all__ = ["alone"]
 
+_SMALL = 1 << 14
+"""Elements of a tensor for which a call takes longer than two more copies."""
+
 
 def alone(
     values: Sequence[Array], what: str, *, shares: bool = False, donate: bool = False
@@ -34,9 +37,14 @@ def alone(
     NonFiniteError
         If a value is not finite, or too large to compress.
     """
-    # Without kernels, one vector is faster than many.
-    of_one_dtype = len({x.dtype for x in values}) == 1
-    vectors = [concat(list(values))] if of_one_dtype and chosen(values[0]) is None else values
+    # One vector is faster than many small ones, and without kernels than many of any size.
+    sizes = [x.shape[0] for x in values]
+    vectors = values
+    if len({x.dtype for x in values}) == 1 and (
+        sum(sizes) < _SMALL * len(sizes) or chosen(values[0]) is None
+    ):
+        vectors = [concat(list(values))]
+    donate = donate or len(vectors) < len(values)
     verdicts = Verdicts(at_once=False)
     means = []
     for x in vectors:
@@ -54,6 +62,6 @@ def alone(
             verdicts.add([refused], None)
     unread = verdicts.require_accepted(None)
     if len(means) < len(values):
-        means = cut_like(means[0], [x.shape[0] for x in values])
+        means = cut_like(means[0], sizes)
     yield from ()  # makes this a generator, as every mean is
     return Averaged(means, (), (), unread)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -26,6 +28,7 @@ from qcomp.core.reporting import name_ranks
 __all__ = ["Codec", "Compressed", "Verdicts", "assemble", "refused_by", "unless_refused"]
 
 _FINE, _NON_FINITE = 0, 1
+_FRAME, _MESSAGE, _VERDICT = attrgetter("frame"), attrgetter("message"), attrgetter("verdict")
 
 
 class Compressed(NamedTuple):
@@ -75,7 +78,7 @@ class Verdicts:
         unread, self._unread = self._unread, []
         if not unread:
             return ()
-        verdicts = concat([verdict for of_exchange in unread for verdict in of_exchange])
+        verdicts = concat(list(chain.from_iterable(unread)))
         if is_traced(verdicts):
             return (verdicts,)
         flags = host_bytes(verdicts)
@@ -127,14 +130,19 @@ class Codec:
         ``blends``, the momenta that the tensors are blended into are compressed instead. ``into`` may have a buffer for
         the new residual of each tensor; it is ignored with ``donate``.
         """
-        news = _new_residuals(tensors, residuals, into, donate=donate)
+        over_values = bool(residuals) and donate and all(map(is_mutable, tensors))
+        buffers: Sequence[Any] = (
+            tensors if over_values else residuals and (into or primitives.empty_likes(residuals))
+        )
         kernel = getattr(self._kernels, "encode_frames", None)
         try:
             messages: list[Array] | None = kernel and kernel(
-                frames, tensors, residuals, news.buffers, key, blends=blends
+                frames, tensors, residuals, buffers, key, blends=blends
             )
-            if messages is None:
-                messages = self._encode_each(frames, tensors, news, key, blends)
+            if messages is not None:
+                return Compressed(tuple(messages), tuple(buffers), None)
+            news = _NewResiduals(residuals, buffers, over_values=over_values)
+            messages = self._encode_each(frames, tensors, news, key, blends)
         except NonFiniteError as error:
             return self.refusals(frames, error)
         return Compressed(tuple(messages), news.whole(), None)
@@ -168,7 +176,7 @@ class Codec:
         frame = opened[0].frame
         kernel = getattr(self._kernels, "compress_mean_frame", None)
         compressed: EncodedFrame | None = kernel and kernel(
-            frame, [one.message for one in opened], self.like, residuals, key, into=into
+            frame, list(map(_MESSAGE, opened)), self.like, residuals, key, into=into
         )
         if compressed is not None:
             return Compressed((compressed.message,), compressed.residuals, None)
@@ -212,7 +220,7 @@ class Codec:
             raise PayloadError(
                 f"the message from rank {len(opened)} {error_of_message}"
             ) from error_of_message
-        verdicts.add([one.verdict for one in opened], error)
+        verdicts.add(list(map(_VERDICT, opened)), error)
         return opened
 
     def open_from(self, rank: int, message: Array, frame: Frame) -> Opened:
@@ -237,7 +245,7 @@ class Codec:
     def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
         """Write the values of the segments of all chunks into buffers like all tensors."""
         kernel = getattr(self._kernels, "decode_frames", None)
-        if kernel and kernel([one.frame for one in opened], [one.message for one in opened], places):
+        if kernel and kernel(list(map(_FRAME, opened)), list(map(_MESSAGE, opened)), places):
             return
         for one in opened:
             self._decode(one, places)
@@ -266,7 +274,7 @@ class Codec:
                 for of_segment, segment in zip(self._by_segment(opened), frame.chunk, strict=True)
             ]
         kernel = getattr(self._kernels, "average_frame", None)
-        if kernel and places is not None and kernel(frame, [one.message for one in opened], places):
+        if kernel and places is not None and kernel(frame, list(map(_MESSAGE, opened)), places):
             return []
         return [
             primitives.average(*of_segment, out=_part(places, segment))
@@ -319,17 +327,6 @@ class Codec:
     def _byte(self, value: int) -> Array:
         xp = array_namespace(self.like)
         return xp.asarray([value], dtype=xp.uint8, device=device(self.like))
-
-
-def _new_residuals(
-    tensors: Sequence[Array], residuals: Sequence[Array], into: Sequence[Array | None], *, donate: bool
-) -> "_NewResiduals":
-    """Return where the new residuals go; see `Codec.encode`."""
-    if not residuals:
-        return _NewResiduals((), (), over_values=False)
-    if donate and all(map(is_mutable, tensors)):
-        return _NewResiduals(residuals, tensors, over_values=True)
-    return _NewResiduals(residuals, into or primitives.empty_likes(residuals), over_values=False)
 
 
 class _NewResiduals:

@@ -1,9 +1,12 @@
 """The compressed mean over ranks: what users call."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter, eq, itemgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,7 +55,7 @@ from qcomp.core.numeric.arrays import (
     flat,
     require_apart,
     shaped_like,
-    to_compute_dtype,
+    vectors_of,
 )
 from qcomp.core.numeric.random import Key, require_key
 from qcomp.core.rehearsal import rehearse
@@ -62,10 +65,11 @@ __all__ = [
     "Computation",
     "MeanState",
     "Terms",
-    "of_one_tensor",
     "require_divisor",
 ]
 
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 _MOST_LAYOUTS = 256
 """How many layouts a mean remembers; a caller who passes other shapes in every step must not fill the memory."""
@@ -198,7 +202,7 @@ class CompressedMean:
         """Whether the mean is exact."""
         return all(c.traits.lossless for c in self.compressors)
 
-    @property
+    @cached_property
     def keeps_residuals(self) -> bool:
         """Whether a state holds residuals."""
         return self.feedback and not self.lossless
@@ -282,28 +286,28 @@ class CompressedMean:
             return ()
         return (yield from node_stages(host, size=size, like=like, topology=self.topology))
 
-    @property
+    @cached_property
     def resolved(self) -> Topology:
         """The object of this mean's topology."""
         return topology(self.topology)
 
     def chosen(
         self, shapes: Sequence[tuple[int, ...]], size: int, nodes: tuple[int, ...] = ()
-    ) -> "CompressedMean":
+    ) -> CompressedMean:
         """Return the mean with the topology that it uses for tensors of these shapes on ``size`` ranks."""
         if self.topology != AUTO:
             return self
         compressors, sizes = self.compressors_of(shapes), list(map(math.prod, shapes))
         return self.within(choose_topology(compressors, sizes, Nodes.of(size, nodes), self.link))
 
-    def within(self, topology: str) -> "CompressedMean":
+    def within(self, topology: str) -> CompressedMean:
         """Return this mean in another topology: the same object for the same name, so that its layouts are kept."""
         if topology == self.topology:
             return self
         known = self._others.get(topology)
         return known or self._others.setdefault(topology, replace(self, topology=topology))
 
-    def around(self, compressors: tuple[Compressor, ...]) -> "CompressedMean":
+    def around(self, compressors: tuple[Compressor, ...]) -> CompressedMean:
         """Return this mean with one compressor for each tensor: the same object for the same tuple."""
         for mean in self._with_compressors:
             if mean.compressor is compressors:
@@ -315,11 +319,11 @@ class CompressedMean:
         return mean
 
     @cached_property
-    def _with_compressors(self) -> "list[CompressedMean]":
+    def _with_compressors(self) -> list[CompressedMean]:
         return []
 
     @cached_property
-    def _others(self) -> "dict[str, CompressedMean]":
+    def _others(self) -> dict[str, CompressedMean]:
         return {}
 
     def zeros(
@@ -393,7 +397,7 @@ class CompressedMean:
         return {}
 
     @cached_property
-    def _exact(self) -> "CompressedMean":
+    def _exact(self) -> CompressedMean:
         """The exact mean, where the topology compresses nothing."""
         return CompressedMean(Identity(), feedback=False)
 
@@ -479,41 +483,44 @@ class CompressedMean:
         """
         if donate or overwrite:
             require_apart(x, "x")
-        computation = self.begin(x, state, Terms(key, donate, blends, overwrite))
-        return computation.finish((yield from pipeline(computation.rounds)))
+        computation = self.begin(detached(as_list(x)), state, Terms(key, donate, blends, overwrite))
+        means, state = computation.finish((yield from pipeline(computation.rounds)))
+        return means if isinstance(x, list | tuple) else means[0], state
 
-    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
-        """Return the rounds of one call, for callers that interleave several means; see `stages`."""
-        tensors = detached(as_list(x))
+    def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
+        """Return the rounds of one call, for callers that interleave several means; see `stages`.
+
+        The tensors are dense and detached from automatic differentiation.
+        """
         mean = self if self.topology != AUTO else self.within(state.topology)
         self._require_terms(terms, len(tensors))
         resolved = mean.resolved
         if resolved.wants_nodes and resolved.is_exact_on(Nodes.of(state.size, state.nodes)):
-            mean, terms = self._exact, terms._replace(overwrite=False)
+            mean, resolved, terms = self._exact, self._exact.resolved, terms._replace(overwrite=False)
         elif mean.keeps_residuals:
             require_tensors(state, tensors, mean.topology)
         if not mean.keeps_residuals:
             require_no_residuals(state)
-        computation = mean._computation(tensors, state, terms)
-        return computation if isinstance(x, list | tuple) else of_one_tensor(computation)
+        return mean._computation(tensors, state, terms, resolved)
 
-    def _computation(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
+    def _computation(
+        self, tensors: Sequence[Array], state: MeanState, terms: Terms, resolved: Topology
+    ) -> Computation:
         """Return the computation for tensors that match the state and the terms."""
-        resolved = self.resolved
-        vectors = [flat(to_compute_dtype(t)) for t in tensors]
+        vectors = vectors_of(tensors)
         # Converted tensors are copies, so they may be used up.
-        donate = terms.donate or all(t.dtype != f.dtype for t, f in zip(tensors, vectors, strict=True))
+        donate = terms.donate or not any(map(eq, map(_DTYPE, tensors), map(_DTYPE, vectors)))
         # The momenta of half-precision gradients are float32.
         targets = [b.m for b in terms.blends] or tensors
-        blends = [Blend(flat(b.m), b.beta1, b.scale) for b in terms.blends]
+        blends = [b if b.m.ndim == 1 else b._replace(m=flat(b.m)) for b in terms.blends]
         if blends and (self.lossless or not resolved.blends):
             vectors = [
                 primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(vectors, blends, strict=True)
             ]
             blends = []
-        shapes = tuple([tuple(t.shape) for t in tensors])
-        dtypes = tuple([dtype_name(x.dtype) for x in vectors])
-        sizes = [x.shape[0] for x in vectors]
+        shapes = tuple(map(tuple, map(_SHAPE, tensors)))
+        dtypes = tuple(map(dtype_name, map(_DTYPE, vectors)))
+        sizes = tuple(map(math.prod, shapes))
         sends_nothing = self.lossless and state.size == 1
         in_one = sends_nothing or terms.at_once or terms.overwrite or not resolved.allows_rounds
         count = 1 if in_one else count_rounds(dtypes, sizes)
@@ -526,26 +533,27 @@ class CompressedMean:
         layout = mean.layout(shapes, rank=state.rank, size=state.size, nodes=state.nodes, dtypes=dtypes)
         if self.keeps_residuals:
             require_own_residuals(state, layout, vectors)
+        key = terms.key or Key()
         call = Call(
             layout,
             vectors,
             state.worker,
             state.server,
-            (terms.key or Key())._replace(rank=state.rank),
+            key if key.rank is state.rank else key._replace(rank=state.rank),
             donate=donate and not blends,
             blends=blends,
             overwrite=terms.overwrite and not donate,
             whiteners=terms.whiteners,
             divisor=self.divisor,
         )
-        join: Callable[[Sequence[Averaged]], Averaged] = _only
+        join: Callable[[Sequence[Averaged]], Averaged] = itemgetter(0)  # of one round
         if sends_nothing:
             rounds = [alone(vectors, self.compressors[0].spec)]
         elif count == 1:
             rounds = [resolved.stages(call)]
         else:
             rounds, join = in_rounds(resolved, call, lay_out_rounds(resolved, layout, count))
-        if any(c.variable_length for c in self.sends):
+        if self._varies:
             rounds = [announce_lengths(stages, state.rank) for stages in rounds]
 
         def finish(results: Sequence[Averaged]) -> tuple[list[Array], MeanState]:
@@ -557,12 +565,17 @@ class CompressedMean:
 
         return Computation(rounds, finish)
 
+    @cached_property
+    def _varies(self) -> bool:
+        """Whether the length of any message depends on the values."""
+        return any(c.variable_length for c in self.sends)
+
     def cut(self, joined: Array, sizes: Sequence[int]) -> list[Array]:
         """Return the parts of a flat vector that consists of tensors of these sizes."""
         return cut_like(joined, sizes)
 
     @cached_property
-    def _of_one_vector(self) -> "CompressedMean":
+    def _of_one_vector(self) -> CompressedMean:
         """The mean of all tensors as one vector, of lossless compressors."""
         return CompressedMean(self.compressors[0], self.topology, self.feedback, self.link)
 
@@ -588,18 +601,3 @@ def require_divisor(divisor: str, topology: str) -> None:
             f"divisor is 'senders' with topology={topology!r}; expected topology='all_gather', in which every rank "
             "sees what each has sent"
         )
-
-
-def _only(results: Sequence[Averaged]) -> Averaged:
-    (result,) = results
-    return result
-
-
-def of_one_tensor(computation: Computation) -> Computation:
-    """Return the same computation for a single tensor instead of a list."""
-
-    def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
-        (mean,), state = computation.finish(results)
-        return mean, state
-
-    return computation._replace(finish=finish)

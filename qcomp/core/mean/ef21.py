@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -78,12 +79,12 @@ class EF21Mean(CompressedMean):
                     "qcomp.TopK, or qcomp.Scaled(...) around an unbiased one"
                 )
 
-    @property
+    @cached_property
     def keeps_residuals(self) -> bool:
         """Whether the state holds estimates: False if the compressor is exact."""
         return not self.lossless
 
-    @property
+    @cached_property
     def resolved(self) -> Topology:
         """All-gather of changes."""
         return super().resolved if self.lossless else _TRACKING

@@ -120,7 +120,7 @@ class Layout:
         """The frame of each chunk's messages."""
         return tuple(map(self.operands.frame, self.chunks))
 
-    @property
+    @cached_property
     def own(self) -> Frame:
         """The frame of the chunk that this rank serves."""
         return self.frames[self.rank]

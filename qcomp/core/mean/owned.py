@@ -16,7 +16,7 @@ from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import Stages
-from qcomp.core.mean.topologies.base import Averaged, Call, Topology
+from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
@@ -116,13 +116,9 @@ class OwnedMean(CompressedMean):
         """False: an update is not a mean."""
         return False
 
-    @property
-    def resolved(self) -> Topology:
-        """Two phases around the rule."""
-        return self._owners
-
     @cached_property
-    def _owners(self) -> "_Owners":
+    def resolved(self) -> "_Owners":
+        """Two phases around the rule."""
         return _Owners(self.updates, self.rule, self.repaid)
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -135,7 +131,7 @@ class OwnedMean(CompressedMean):
             Number of ranks.
         """
         layout = self.layout(shapes, rank=0, size=size)
-        return layout.message_sizes, self._owners.answers(layout).message_sizes
+        return layout.message_sizes, self.resolved.answers(layout).message_sizes
 
     def work(self, shapes: Sequence[Shape], size: int) -> list[int]:
         """Return the cost of the work of each owner, in the unit of the rule."""

@@ -17,7 +17,6 @@ from qcomp.core.mean.compressed_mean import (
     Computation,
     MeanState,
     Terms,
-    of_one_tensor,
 )
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.factors import (
@@ -40,15 +39,13 @@ from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
-    as_list,
     compute_dtype_name,
-    detached,
     dtype_name,
     flat,
     is_mutable,
     matmul,
     shaped_like,
-    to_compute_dtype,
+    vectors_of,
 )
 from qcomp.core.numeric.low_rank import (
     LEAST_LEFT,
@@ -211,13 +208,12 @@ class PowerSGDMean(TensorwiseMean):
         plan = self._plan(tuple(shapes), ("float32",) * len(shapes), nobody)
         return plan.left.layout.message_sizes, plan.right.layout.message_sizes
 
-    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+    def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
         """Return the one round of a call; see `CompressedMean.begin`."""
-        tensors = detached(as_list(x))
         self._require_terms(terms, len(tensors))
         self._require_own(state, tensors)
         targets = [b.m for b in terms.blends] or tensors
-        vectors = [flat(to_compute_dtype(t)) for t in tensors]
+        vectors = vectors_of(tensors)
         if terms.blends:
             vectors = [
                 primitives.momentum(flat(b.m), g, b.beta1, b.scale)
@@ -235,8 +231,7 @@ class PowerSGDMean(TensorwiseMean):
             new_state = state._replace(worker=averaged.worker, server=averaged.server)
             return shaped_like(means, targets), new_state
 
-        computation = Computation([stages], finish)
-        return computation if isinstance(x, list | tuple) else of_one_tensor(computation)
+        return Computation([stages], finish)
 
     def _stages(
         self,

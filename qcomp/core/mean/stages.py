@@ -205,7 +205,8 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
             except StopIteration as stop:
                 result: Result = stop.value
                 break
-            under_way = [exchange for exchange in under_way if not exchange.is_over]
+            if under_way:
+                under_way = [exchange for exchange in under_way if not exchange.is_over]
             arrived = answer(request, comm)
             if isinstance(arrived, Arriving):
                 under_way.append(arrived)
@@ -323,11 +324,17 @@ def through(
 
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
     """Run a computation in stages whose exchanges have an owner; those that already have one keep it."""
-
-    def ask(request: Exchange) -> Stages[Sequence[Array]]:
-        return (yield request if request.owner else request._replace(owner=owner))
-
-    return through(stages, ask)
+    arrived: Sequence[Array] | None = None
+    while True:
+        try:
+            request = next(stages) if arrived is None else stages.send(arrived)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        if request.owner is None:
+            make: Any = type(request)  # twice as fast as `_replace`
+            request = make(*request[:-1], owner)
+        arrived = yield request
 
 
 def number_of(comm: Transport) -> "StartNumber":

@@ -38,7 +38,10 @@ def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -
     """Raise ValueError unless a state is of a topology, and of as many elements as these tensors have."""
     if state.topology != topology:
         raise ValueError(f"state is of topology {state.topology!r}; this mean is {topology!r}")
-    expected, found = [math.prod(s) for s in state.shapes], [math.prod(t.shape) for t in tensors]
+    shapes = list(map(_SHAPE, tensors))
+    if shapes == [*state.shapes]:
+        return
+    expected, found = list(map(math.prod, state.shapes)), list(map(math.prod, shapes))
     if found != expected:
         raise ValueError(f"x has arrays of {found} elements; state is for {expected}")
 

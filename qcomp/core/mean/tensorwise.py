@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 from qcomp.core.mean.chunks import Cutter, cut, cut_each
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
@@ -89,6 +88,6 @@ class TensorwiseMean(CompressedMean):
     def _numbered(self) -> "dict[tuple[int, ...], TensorwiseMean]":
         return {}
 
-    def begin(self, x: Any, state: MeanState, terms: Terms) -> Computation:
+    def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
         """Return the one round of this mean; see `CompressedMean.begin`."""
-        return super().begin(x, state, terms._replace(at_once=True))
+        return super().begin(tensors, state, terms._replace(at_once=True))

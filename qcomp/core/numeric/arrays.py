@@ -11,7 +11,7 @@ import operator
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
@@ -66,6 +66,7 @@ __all__ = [
     "sqrt",
     "to_compute_dtype",
     "truncate_last_bit",
+    "vectors_of",
     "write_into",
 ]
 
@@ -121,8 +122,16 @@ def device(x: Array) -> Any:
 
     A tracer of JAX looks through its whole program to explain a missing attribute, such as this.
     """
-    jax = sys.modules.get("jax")
-    return None if jax is not None and isinstance(x, jax.core.Tracer) else array_api_compat.device(x)
+    kind: object = type(x)
+    if _names_its_device(kind):
+        found: Any = x
+        return found.device
+    return None if is_traced(x) else array_api_compat.device(x)
+
+
+@cache
+def _names_its_device(kind: Any) -> bool:
+    return kind.__module__.partition(".")[0] in ("numpy", "torch")
 
 
 def require_dense(x: Any, argument: str) -> None:
@@ -220,14 +229,9 @@ def kind_of_array(x: Any) -> str:
     return kind.__name__ if library == "builtins" else f"{library}.{kind.__name__}"
 
 
+@lru_cache(None, typed=True)  # NumPy builds the name each time; the dtypes of two libraries may be equal
 def dtype_name(dtype: Any) -> str:
     """Return the name of a dtype of any library, such as ``"float32"``."""
-    kind: object = type(dtype)
-    return _name(kind, dtype)
-
-
-@cache  # NumPy builds the name each time, which would dominate small calls
-def _name(kind: object, dtype: Any) -> str:  # noqa: ARG001 - the cache may only compare dtypes of the same kind
     if isinstance(dtype, type):  # numpy.float32 itself, not numpy.dtype("float32")
         return dtype.__name__
     if not getattr(dtype, "isnative", True):  # its bytes would be read as other values
@@ -245,6 +249,7 @@ def itemsize(name: str) -> int:
     return _ITEMSIZE[name]
 
 
+@cache
 def compute_dtype_name(name: str, *, argument: str = "x") -> str:
     """Return the dtype in which values of dtype ``name`` are computed: float64 for float64, else float32."""
     if name == "float64":
@@ -252,6 +257,18 @@ def compute_dtype_name(name: str, *, argument: str = "x") -> str:
     if name in ("float32", "float16", "bfloat16"):
         return "float32"
     raise TypeError(f"{argument} has dtype {name}; expected float64, float32, float16 or bfloat16")
+
+
+def vectors_of(tensors: Sequence[Array]) -> list[Array]:
+    """Return tensors as vectors in the dtype in which they are computed; see `flat` and `to_compute_dtype`."""
+    computed = [x if _is_computed(x.dtype) else to_compute_dtype(x) for x in tensors]
+    return [x if x.ndim == 1 else flat(x) for x in computed]
+
+
+@lru_cache(None, typed=True)
+def _is_computed(dtype: Any) -> bool:
+    name = dtype_name(dtype)
+    return compute_dtype_name(name) == name
 
 
 def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
@@ -270,7 +287,9 @@ def detached(tensors: Sequence[Any]) -> list[Array]:
     The memory of a tensor of torch may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then
     gives neither its bits nor NumPy's view of it.
     """
-    return [x.detach().resolve_neg() if hasattr(type(x), "detach") else x for x in tensors]
+    if not hasattr(type(tensors[0]), "detach"):
+        return list(tensors)
+    return [x.detach().resolve_neg() if x.requires_grad or x.is_neg() else x for x in tensors]
 
 
 def bitcast(x: Array, dtype: Any) -> Array:
@@ -303,10 +322,13 @@ def in_numpy(x: Any) -> Any:
 
     The result may share memory with x, and may be read-only.
     """
-    # Not at the top: `import qcomp` loads no array library.
-    numpy = importlib.import_module("array_api_compat.numpy")
     has_dlpack_alone = hasattr(x, "__dlpack__") and not hasattr(x, "__array__")
-    return numpy.from_dlpack(x) if has_dlpack_alone else numpy.asarray(x)
+    return _numpy().from_dlpack(x) if has_dlpack_alone else _numpy().asarray(x)
+
+
+@cache
+def _numpy() -> Any:  # not at the top: `import qcomp` loads no array library
+    return importlib.import_module("array_api_compat.numpy")
 
 
 def bytes_of(x: Array) -> Array:
@@ -330,7 +352,8 @@ def from_bytes_of(data: Array, name: str) -> Array:
 
 def host_bytes(data: Array) -> bytes:
     """Return the elements of an array on any device as bytes."""
-    data = bytes_of(data)  # as bits, since torch cannot export bfloat16
+    if dtype_name(data.dtype) != "uint8":
+        data = bytes_of(data)  # as bits, since torch cannot export bfloat16
     to_host = getattr(data, "cpu", None) or getattr(data, "get", None)  # torch, CuPy
     host = data if to_host is None else to_host()
     return bytes((host if hasattr(host, "tobytes") else in_numpy(host)).tobytes())
@@ -386,11 +409,11 @@ def divide(x: Array, divisor: float | Array) -> Array:
     except for NaN).
     """
     xp = array_namespace(x)
-    if isinstance(divisor, int | float):
+    is_number, is_of_jax = isinstance(divisor, int | float), xp.__name__ == "jax.numpy"
+    if not is_of_jax and is_on_host(x):
+        return x / (float(divisor) if is_number else divisor)
+    if is_number:
         divisor = xp.asarray(float(divisor), dtype=x.dtype, device=device(x))
-    is_of_jax = xp.__name__ == "jax.numpy"
-    if is_on_host(x) and not is_of_jax:
-        return x / divisor
     divisor = xp.where(x == x, divisor, xp.ones_like(x))  # noqa: PLR0124
     return _rounded_once(operator.truediv, x, divisor) if is_of_jax else x / divisor
 
@@ -406,8 +429,9 @@ def sqrt(x: Array) -> Array:
     if is_numpy_array(x):
         return xp.asarray(xp.sqrt(x))
     if is_torch_array(x) and x.device.type == "cpu":
-        host = x.detach().numpy()
-        return xp.asarray(array_namespace(host).sqrt(host), device=x.device)
+        host, root = x.detach().numpy(), xp.empty_like(x, requires_grad=False)
+        array_namespace(host).sqrt(host, out=in_numpy(root))
+        return root
     if xp.__name__ == "jax.numpy":
         return _rounded_once(xp.sqrt, x)
     info = xp.__array_namespace_info__()

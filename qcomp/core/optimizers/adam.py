@@ -189,7 +189,7 @@ class Adam(Optimizer):
         state : OptimizerState
             The state of the last step.
         """
-        return max(beta2 for _, beta2 in self.betas_of(state))
+        return max([beta2 for _, beta2 in self.betas_of(state)])
 
     def numbers(self, state: OptimizerState) -> tuple[StepNumbers, ...]:
         """Return the `StepNumbers` of each tensor for the next step.

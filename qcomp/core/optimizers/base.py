@@ -245,7 +245,7 @@ class Optimizer(Replica[OptimizerState]):
             ended, so that the caller may learn it beside the exchange.
         """
         stages = self._stages(params, grads, state, donate=donate, left_out=left_out)
-        return (yield from owned(stages, owner_of(self, state)))
+        return owned(stages, owner_of(self, state))
 
     def _stages(
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool, left_out: Collection[int]
@@ -274,7 +274,8 @@ class Optimizer(Replica[OptimizerState]):
             return as_given(tensors, params), state
         means = means._replace(donate=donate, left_out=frozenset(left_out))
         new_params, new_state = self.finish(tensors, means, state)
-        yield from compare_new_stage(self, state, new_state, tensors[0])
+        if new_state.stage != state.stage:
+            yield from compare_new_stage(self, state, new_state, tensors[0])
         return as_given(new_params, params), new_state
 
     def may_move_zeros(self, state: OptimizerState) -> bool:

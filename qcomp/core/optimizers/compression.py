@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from qcomp.core import primitives
@@ -12,6 +14,7 @@ from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, Terms
 from qcomp.core.mean.stages import Stages, fuse, pipeline
+from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.mean.topologies.registry import names as topology_names
 from qcomp.core.numeric.arrays import Array
@@ -81,36 +84,29 @@ class Average(NamedTuple):
         """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)
-        begun = [
-            p.mean.begin(
-                p.values,
-                p.state,
-                Terms(
-                    p.key,
-                    not (p.blends or self.own or self.overwrite),
-                    p.blends,
-                    self.overwrite,
-                    self.at_once,
-                    p.whiteners,
-                ),
-            )
-            for p in self.parts
-        ]
-        rounds = [
-            fuse([part.rounds[index] for part in begun if index < len(part.rounds)])
-            for index in range(max(len(part.rounds) for part in begun))
-        ]
-        answers = list(map(iter, (yield from pipeline(rounds))))
+        begun = []
+        for p in self.parts:
+            donate = not (p.blends or self.own or self.overwrite)
+            terms = Terms(p.key, donate, p.blends, self.overwrite, self.at_once, p.whiteners)
+            begun.append(p.mean.begin(p.values, p.state, terms))
+        results = yield from _side_by_side([computation.rounds for computation in begun])
         values: dict[int, Array] = {}
         exchange = self.exchange
-        for part, computation in zip(self.parts, begun, strict=True):
-            means, state = computation.finish(
-                [next(of_round) for of_round in answers[: len(computation.rounds)]]
-            )
+        for part, computation, of_rounds in zip(self.parts, begun, results, strict=True):
+            means, state = computation.finish(of_rounds)
             values.update(zip(part.tensors, means, strict=True))
             if part.state is self.exchange:
                 exchange = state
-        return Means(tuple([values[i] for i in range(len(values))]), exchange, self.own)
+        return Means(tuple(map(values.__getitem__, range(len(values)))), exchange, self.own)
+
+
+def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[list[Averaged]]]:
+    """Return the results of the rounds of several means, whose first rounds share messages, and so on."""
+    if len(rounds) == 1:
+        return [(yield from pipeline(rounds[0]))]
+    fused = [fuse([each for each in of_index if each]) for of_index in zip_longest(*rounds)]
+    answers = list(map(iter, (yield from pipeline(fused))))
+    return [[next(of_round) for of_round in answers[: len(of_mean)]] for of_mean in rounds]
 
 
 @dataclass(frozen=True)
@@ -237,8 +233,7 @@ class Compressing:
 
         The mean is exact for the exact tensors and compressed for the others, each of which may have a whitener.
         """
-        exact = [i for i, is_exact in enumerate(state.exact) if is_exact]
-        compressed = [i for i, is_exact in enumerate(state.exact) if not is_exact]
+        exact, compressed = _numbers_of(state.exact)
         parts = []
         if exact:
             plain = [values[i] for i in exact]
@@ -249,12 +244,12 @@ class Compressing:
                 ]
             parts.append(self.exact_part(exact, plain, state))
         if compressed:
-            chosen = tuple([values[i] for i in compressed])
-            chosen_blends = tuple([blends[i] for i in compressed]) if blends else ()
+            chosen = tuple(map(values.__getitem__, compressed))
+            chosen_blends = tuple(map(blends.__getitem__, compressed)) if blends else ()
             parts.append(
                 AveragePart(
                     self.mean_of(state),
-                    tuple(compressed),
+                    compressed,
                     chosen,
                     state.exchange,
                     key,
@@ -283,6 +278,13 @@ class Compressing:
         for compressor in compressors:
             if self.unbiased and not compressor.traits.unbiased:
                 raise ValueError(f"compressor is {compressor.spec}; expected an unbiased one")
+
+
+@lru_cache(256)
+def _numbers_of(exact: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of the tensors that are exact, and of the others."""
+    numbers = range(len(exact))
+    return tuple(i for i in numbers if exact[i]), tuple(i for i in numbers if not exact[i])
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

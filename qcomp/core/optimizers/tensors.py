@@ -59,16 +59,15 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     different = one_of_each_kind(tensors)
     for index, tensor in different:
         require_dense(tensor, f"{argument}[{index}]" if several else argument)
+    names = set()
     for index, tensor in different:
-        if array_namespace(tensor).__name__ != array_namespace(tensors[0]).__name__:
+        if index and array_namespace(tensor).__name__ != array_namespace(tensors[0]).__name__:
             raise TypeError(
                 f"{argument}[0] is a {kind_of_array(tensors[0])}, {argument}[{index}] a "
                 f"{kind_of_array(tensor)}; expected arrays of one library"
             )
-    names = {
-        compute_dtype_name(dtype_name(t.dtype), argument=f"{argument}[{index}]" if several else argument)
-        for index, t in different
-    }
+        name = f"{argument}[{index}]" if several else argument
+        names.add(compute_dtype_name(dtype_name(tensor.dtype), argument=name))
     if len(names) > 1:
         raise TypeError(f"{argument} mixes float64 with other dtypes; expected one precision of arithmetic")
     return _Checked(detached(tensors))
@@ -106,11 +105,9 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
                 f"grads[{index}], the gradient of {names[index]!r}, has shape {tuple(g.shape)}; "
                 f"expected {tuple(p.shape)}"
             )
-    kinds: dict[object, int] = {}
     for index, (g, p) in enumerate(zip(given, params, strict=True)):
-        kinds.setdefault((type(g), g.dtype, type(p), p.dtype), index)
-    for index in kinds.values():
-        _require_alike(given[index], params[index], f"grads[{index}]", names[index])
+        if g.dtype is not p.dtype or type(g) is not type(p):
+            _require_alike(g, p, f"grads[{index}]", names[index])
     require_whole(given, "grads", params[0])
     return _Checked(detached(given))
 

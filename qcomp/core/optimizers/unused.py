@@ -1,5 +1,7 @@
 """Steps whose settings may change, and in which some parameters have no gradient, on this rank or on all."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b

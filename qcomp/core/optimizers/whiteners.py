@@ -88,14 +88,14 @@ class _FromOwners(CompressedMean):
     feedback: bool = False
     owners: tuple[int, ...]
 
-    def begin(self, x: Sequence[Array], state: MeanState, terms: Terms) -> Computation:  # noqa: ARG002
+    def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:  # noqa: ARG002
         """Return the one round of a call; see `CompressedMean.begin`."""
 
         def finish(results: Sequence[Averaged]) -> tuple[Any, MeanState]:
             (sent,) = results
             return sent.means, state
 
-        return Computation([self._stages(x, state)], finish)
+        return Computation([self._stages(tensors, state)], finish)
 
     def _stages(self, x: Sequence[Array], state: MeanState) -> Stages[Averaged]:
         """Send the tensors that this rank owns to all, in one message."""

@@ -16,7 +16,7 @@ from qcomp.core.mean.stages import Stages, drive
 from qcomp.core.state import OptimizerState
 from qcomp.private_names.torchft import asks_in_background
 from qcomp.torch.ft.group import ProcessGroup
-from qcomp.torch.products import plain_products
+from qcomp.torch.parameters import plain_products
 
 __all__ = ["QuorumMember"]
 
