@@ -22,7 +22,7 @@ from freezing_tasks import Task, with_rare_activity
 from tqdm import tqdm
 
 import qcomp
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 FLOORS = (0.0, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
 EXACT = "exact"

@@ -22,7 +22,7 @@ import torch
 from convergence.language_model import LanguageModelTask
 
 import qcomp
-from qcomp.testing.turns import bytes_to_others, lockstep, watched
+from qcomp.testing.one_thread import bytes_to_others, lockstep, watched
 
 RANKS = 2
 STEPS = 480

@@ -1,4 +1,4 @@
-"""The release, and what tells two states of it apart, in a module that everything may import."""
+"""The version of qcomp, and a digest of its sources, which differs between two states of one version."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ os.environ["QCOMP_KERNELS"] = "pure"
 import numpy as np
 
 import qcomp
-from qcomp.core.coding import classes, elias, gaps, model, rans
+from qcomp.core.coding import elias, gaps, integer_classes, model, rans
 from qcomp.core.coding.bits import BitWriter
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.framing import Frame, seal
@@ -312,9 +312,9 @@ def stream(
     data = memoryview(np.array(levels, dtype="<u2").tobytes())
     if fine is None:
         return b"\0" + rans.push(data, signs, model.flat(most), 1)
-    counts = [0] * (max(classes.class_of(level, fine) for level in levels) + 1)
+    counts = [0] * (max(integer_classes.class_of(level, fine) for level in levels) + 1)
     for level in levels:
-        counts[classes.class_of(level, fine)] += 1
+        counts[integer_classes.class_of(level, fine)] += 1
     weights = weights or [model._weight(count) for count in counts]
     steps = map(elias.gamma, model._steps(weights, len(levels)))
     described = bits(f"{1 + fine:03b}", elias.gamma(len(weights)), *steps)
@@ -480,7 +480,7 @@ def codewords() -> Vector:
     return {
         "gamma": {str(n): str(elias.gamma(n)) for n in numbers},
         "omega": {str(n): str(elias.omega(n)) for n in numbers},
-        "class, with 2 fine bits": {str(n): classes.class_of(n, 2) for n in counts},
+        "class, with 2 fine bits": {str(n): integer_classes.class_of(n, 2) for n in counts},
         "weight": {str(n): model._weight(n) for n in counts},
     }
 

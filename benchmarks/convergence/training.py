@@ -11,7 +11,7 @@ import qcomp
 from convergence.methods import METHODS
 from convergence.task import Task
 from qcomp.core.diagnostics import counted
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 __all__ = ["Run", "train"]
 

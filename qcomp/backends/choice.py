@@ -92,7 +92,7 @@ def choose(x: Array) -> KernelSet | None:
 
 
 def choose_coders(by_setting: bool) -> Coders | None:
-    """Return the compiled coders; None for the pure ones, without numba or if the setting is ``"pure"``."""
+    """Return the compiled coders; None means the pure coders, without numba or if the setting is ``"pure"``."""
     if by_setting and _setting()[0] == "pure":
         return None
     try:

@@ -95,7 +95,7 @@ def _imported(name: str, module: str) -> Any:
 
 @contextmanager
 def _named_print() -> Iterator[None]:
-    """Let a function that a script has put in the place of ``print`` have its name and module.
+    """Give a function that a script has put in place of ``print`` the name and module of ``print``.
 
     Scripts replace it so that rank 0 alone prints. While numba is imported, it looks builtins up by name and module.
     """

@@ -1,4 +1,4 @@
-"""Optimizer states as flat dicts, which another world can load; files that are whole or absent; copies; signals."""
+"""Optimizer states as flat dicts, which any number of ranks can load; whole files; copies in memory; signals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

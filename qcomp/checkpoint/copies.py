@@ -1,4 +1,4 @@
-"""Copies of each rank's data, in the memory of its node and of another one, from which a killed job goes on."""
+"""Copies of each rank's data in the memory of two nodes, from which a killed job goes on."""
 
 import io
 import json
@@ -160,7 +160,7 @@ class Copies:
         self._neighbours = neighbours(self._hosts)
 
     def _others(self, ranks: Sequence[str]) -> bool:
-        """Return whether another job works in the folder, also after the time that a killed one takes to end."""
+        """Return whether another job works in the folder; a killed job gets some time to end first."""
         deadline = time.monotonic() + _END_SECONDS
         while others := self._presence.others(ranks):
             if time.monotonic() > deadline:
@@ -242,13 +242,13 @@ class Copies:
         self._remove(name for name in self._names() if not name.startswith(f"{generation}."))
 
     def newest(self) -> Kept | None:
-        """Return the parts of the last step for which every rank's part still exists on some node.
+        """Return the parts of the last step whose parts of all ranks still exist on some node.
 
         Returns
         -------
         Kept or None
-            The step, and what was written after it. In a world of the old size this is the rank's own part. In any
-            other world each part goes to some rank, and each rank gets at least one. In both cases
+            The step, and the data that was kept after it. In a world of the old size this is the rank's own part. In
+            any other world each part goes to some rank, and each rank gets at least one. In both cases
             ``load_state_dict`` takes the list of the parts' contents. None if the ranks have not kept anything yet.
 
         Raises

@@ -1,4 +1,4 @@
-"""Locks on files, by which a process tells whether another one still lives."""
+"""Locks on files, which show a process whether another process still lives."""
 
 from __future__ import annotations
 

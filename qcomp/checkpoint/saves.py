@@ -95,9 +95,8 @@ class Saves:
         """Take note that this rank saves a state, and warn if only some ranks do.
 
         A rank cannot ask the others, since it may be the only one that saves. So it counts its saves where all ranks
-        count theirs, if its communicator has ``count``. If it saves again after an exchange that has begun since, in
-        which all ranks took part, the count of the save before is complete. A framework that writes the state of one
-        rank alone is known at once.
+        count theirs, if its communicator has ``count``. When it saves again after a later exchange of all ranks, the
+        count of the earlier save is complete. A framework that writes the state of one rank alone is known at once.
 
         Parameters
         ----------

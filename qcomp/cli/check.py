@@ -137,7 +137,7 @@ def _found(target: str) -> Any:
 
 
 def _topologies() -> list[str]:
-    """Return the names of all topologies, including those of installed packages."""
+    """Return the names of all topologies, including topologies of other installed packages."""
     return [*names(), *(name for name in offered("topology", {}) if name not in names())]
 
 

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        The arguments; by default those of the process.
+        The arguments; by default the process's.
 
     Returns
     -------

@@ -78,7 +78,7 @@ def say(text: str) -> None:
 
 
 def write_no_more() -> None:
-    """Let Python write what is left of the output nowhere when it ends, since that would fail once more."""
+    """Make Python discard the rest of the output when it ends, since writing it would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

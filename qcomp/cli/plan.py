@@ -43,7 +43,7 @@ _MOST_MATRICES = 1 << 17
 _SECONDS = "none"
 """The task for which only seconds are compared."""
 _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
-"""The options whose names differ from those of their settings."""
+"""The options whose names differ from the names of their settings."""
 
 
 def matrix(text: str) -> tuple[int, int]:
@@ -305,7 +305,7 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
 
 
 def _require_inside(ranks: int, measured: Measured) -> None:
-    """Raise UsageError if ranks are more than those of the one node whose link was measured."""
+    """Raise UsageError if there are more ranks than on the one node whose link was measured."""
     on_node = 0 if measured.cluster is None else measured.cluster.ranks
     if ranks > on_node:
         raise UsageError(
@@ -315,7 +315,7 @@ def _require_inside(ranks: int, measured: Measured) -> None:
 
 
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
-    """Return the plain methods and those with the requested compressors; None means all that the machine knows."""
+    """Return the plain methods and the requested compressors' methods; None for all that the machine knows."""
     if options.compressor is None:
         return None
     for chosen in options.compressor:

@@ -133,7 +133,7 @@ def _number(each: Run, name: str) -> float | None:
 
 
 def _place(value: float, first: float, last: float, cells: int) -> int:
-    """Return a value's cell among those from ``first`` to ``last``; it halves first, since differences may overflow."""
+    """Return a value's cell on an axis from ``first`` to ``last``; halves both, since differences may overflow."""
     return round((value / 2 - first / 2) / (last / 2 - first / 2) * (cells - 1))
 
 

@@ -1,4 +1,4 @@
-"""The communicator's interface: moves byte buffers between ranks, independent of their contents."""
+"""The interface of communicators, which move byte buffers between ranks, whatever the bytes mean."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable

@@ -81,7 +81,7 @@ def connect(rank: int, size: int, share: Share, *, note: str) -> Connected:
 
 
 class _Door:
-    """The place where the higher ranks connect to this one; it also keeps the connections to the lower ones."""
+    """The place where ranks with higher numbers connect to this one; it also keeps the connections to lower ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.token = secrets.token_bytes(_TOKEN_BYTES)

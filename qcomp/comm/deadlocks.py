@@ -40,7 +40,7 @@ class _Wait(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """What another rank has told of its wait."""
+    """What another rank has said about its wait."""
 
     exchange: int
     begun: dict[str, int]
@@ -96,7 +96,7 @@ class Station:
             del self._waits[exchange]
 
     def pause(self) -> float:
-        """Return the seconds after which to call `tell` again: there is nothing to tell without a second station."""
+        """Return the seconds after which to call `tell` again; with one communicator it has nothing to report."""
         return _TELL_SECONDS / 2 if self._name and len(_stations) > 1 else math.inf
 
     def tell(self) -> list[str]:
@@ -118,7 +118,7 @@ class Station:
             self._heard[peer] = _Heard(*json.loads(text))
 
     def judge(self) -> None:
-        """Refuse the exchanges in which this rank waits for one that waits for this rank elsewhere."""
+        """Refuse exchanges in which this rank waits for a rank that waits for this rank in another communicator."""
         for exchange, wait in list(self._waits.items()):
             found = self._crossed(exchange, wait) if exchange in self._told else {}
             for peer, owner in found.items():

@@ -35,7 +35,7 @@ def header(verb: str, sent: Sequence[int], expected: Sequence[int], owner: Owner
 
 
 def have_different_owners(headers: Sequence[HostBuffer]) -> bool:
-    """Return whether the headers of all ranks are of exchanges for different owners."""
+    """Return whether the headers of all ranks name different owners of the exchange."""
     return len({int(one.view("<i8")[1]) for one in headers}) > 1
 
 

@@ -30,11 +30,11 @@ def world(
     """Return the communicator of all ranks started together with this process.
 
     It detects the launcher by environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
-    torchrun those of torch.distributed, anything else a single rank. The first call is collective; later calls return
-    the same communicator, unless they change the arguments.
+    torchrun gives the ranks of torch.distributed, and anything else gives a single rank. The first call is collective;
+    later calls return the same communicator, unless they change the arguments.
 
-    Communicators that are made later have the same ``timeout`` and ``silence`` unless they are given others; also those
-    that optimizers and hooks make.
+    Communicators that are made later have the same ``timeout`` and ``silence`` unless they are given others. This
+    includes communicators that optimizers and hooks make.
 
     Under torchrun it initialises torch.distributed if necessary, for one rank too. Arrays on GPUs use nccl if every
     rank of this machine can have its own GPU, which becomes the rank's current device. All other arrays use gloo.

@@ -3,9 +3,9 @@
 MPI does not report a dead rank, and gloo does not report it to a rank in the middle of a message. So every two ranks
 have one more TCP connection, which a thread watches. If the peer's process ends, its system closes the connection; if
 the peer's machine no longer answers, the own system does, which needs no interpreter on either side. A process that is
-only silent lives, but holds Python's lock, or is stopped: the ranks that wait for it are told so, and wait on, unless
-the caller has limited the silence. When a rank announces its end or failure, it names the first exchange that it will
-not complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
+only silent still lives, but holds Python's lock or is stopped: the ranks that wait for it warn, and go on waiting
+unless the caller has limited the silence. When a rank announces its end or failure, it names the first exchange that it
+will not complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Lifelines:
         return self._station.waiting(exchange, owner)
 
     def _refuse(self, exchange: int, reason: str) -> None:
-        """Let an exchange fail in which this rank waits in vain."""
+        """Make an exchange fail, because this rank waits in it for a rank that will not come."""
         self._lose(_NO_RANK, _Loss(exchange, reason, dead=False))
 
     def complete(self, exchange: int) -> None:
@@ -171,7 +171,7 @@ class Lifelines:
         return bool(self._news)
 
     def report(self) -> None:
-        """Warn of ranks that have fallen silent, and of those that are heard again; a rank that waits calls it."""
+        """Warn of ranks that have fallen silent, and of ranks that are heard again; a rank calls it while it waits."""
         with self.changed:
             texts = list(self._news.values())
             self._news.clear()

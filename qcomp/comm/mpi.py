@@ -51,12 +51,12 @@ class MPICommunicator(Verbs):
     Most launchers end the job when a rank dies. For the others, every two ranks have one more TCP connection: ranks
     that wait for a rank learn within a second that its process has died, and within 20 seconds that its machine is cut
     off. A process that is silent for as long holds Python's lock or is stopped: the ranks that wait for it warn, and
-    wait until the timeout. If a rank ends before it has created its first, without an exception, the others notice
-    after the timeout: MPI does not tell them.
+    wait until the timeout. If a rank ends without an exception before it has created its first communicator, the others
+    notice only after the timeout, since MPI does not report it.
 
     A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there. If
-    it does not end by `os._exit`, as children of multiprocessing do, qcomp ends it so, with status 1 and a message:
-    mpi4py would finalize MPI there, which breaks the whole job.
+    it does not end by `os._exit`, as children of multiprocessing do, qcomp ends it in this way, with status 1 and a
+    message: mpi4py would finalize MPI there, which breaks the whole job.
 
     Parameters
     ----------

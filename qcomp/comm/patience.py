@@ -1,4 +1,4 @@
-"""How long a rank waits for the others, where no argument says so."""
+"""The timeouts that no argument sets: as `world` was given them, else from the environment, else the defaults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def patience(*, timeout: Any = None, silence: Any = None, default: float | None 
     timeout, silence : float, optional
         As for `qcomp.comm.world`.
     default : float, optional
-        The timeout that nothing else says; None for that of `qcomp.comm.world`.
+        The timeout if nothing else sets one; None for the default of `qcomp.comm.world`.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def patience(*, timeout: Any = None, silence: Any = None, default: float | None 
 
 
 def inherit(*, timeout: Any = None, silence: Any = None) -> None:
-    """Make these settings, unless None, those of all communicators that are made without their own from now on."""
+    """From now on, give these settings, unless None, to all communicators that are made without their own."""
     given = {"timeout": timeout, "silence": silence}
     _inherited.update({name: _seconds(name, x) for name, x in given.items() if x is not None})
 

@@ -55,7 +55,7 @@ _of_parents: list[Any] = []
 class TorchCommunicator(Verbs):
     """The ranks of a process group of torch.distributed, with the backend gloo or nccl.
 
-    With gloo, buffers travel through host memory; those of a GPU are copied to page-locked memory and back. With nccl,
+    With gloo, buffers travel through host memory; a GPU's buffers are copied to page-locked memory and back. With nccl,
     they travel from GPU to GPU on the current stream, and buffers in host memory are copied to the current device and
     back. In both cases the ranks may hold arrays of any library.
 
@@ -69,9 +69,8 @@ class TorchCommunicator(Verbs):
     Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that its process has
     died, even in the middle of a message, where gloo notices nothing, and within 20 seconds that its machine is cut
     off. A process that is silent for as long holds Python's lock or is stopped: the ranks that wait for it warn, and
-    wait until the timeout. A rank whose exchange fails tells the others why. The same holds while ranks create
-    theirs. If a rank ends before it has begun to, the others notice at once where `group` has gloo, else after the
-    timeout.
+    wait until the timeout. A rank whose exchange fails tells the others why. The same holds while ranks create theirs.
+    If a rank ends before it creates its own, the others notice at once if `group` has gloo, else after the timeout.
 
     A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there.
 
@@ -155,7 +154,7 @@ class TorchCommunicator(Verbs):
             raise ValueError(f"group must have the backend gloo or nccl, got {backends}")
         self._group: Any = group
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
-        # Not new_group, which all ranks of the job must call, not only those of this group.
+        # Not new_group, which all ranks of the job must call, not only the ranks of this group.
         name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
         store = dist.PrefixStore(name, default_store())
         rank, size = int(dist.get_rank(group)), int(dist.get_world_size(group))

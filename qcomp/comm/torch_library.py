@@ -1,4 +1,4 @@
-"""Imports torch and torch.distributed, or raises an error that says how to install them; tells their errors."""
+"""Imports torch and torch.distributed, or raises an error that says how to install them; recognises their errors."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ __all__ = ["dist", "is_of_transport", "torch", "transport_errors"]
 def is_of_transport(error: RuntimeError) -> bool:
     """Return whether torch.distributed has raised an error.
 
-    Others are of the same class. If a data loader's worker dies, torch raises a RuntimeError in a handler of signals,
-    which Python calls anywhere in the main thread. So the place counts: an error of torch.distributed comes from its
-    own Python code, or from below qcomp's.
+    Other errors have the same class. If a data loader's worker dies, torch raises a RuntimeError in a handler of
+    signals, which Python calls anywhere in the main thread. So the place counts: an error of torch.distributed comes
+    from its own Python code, or from below qcomp's.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

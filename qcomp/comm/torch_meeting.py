@@ -1,4 +1,4 @@
-"""How ranks of torch.distributed tell each other texts before they are connected: through a store."""
+"""Exchanges texts between ranks of torch.distributed before they are connected, through the store of its rendezvous."""
 
 from __future__ import annotations
 

@@ -116,10 +116,10 @@ class Compressor(ABC):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """Whether each field of a payload has what belongs to the first bucket, then to the second, and so on.
+        """Whether each field of a payload has the first bucket's part first, then the second bucket's, and so on.
 
-        Then the payload of a vector can be made of those of its buckets, and `qcomp.jax` compresses the buckets of many
-        tensors at once. By default False, which is always right.
+        Then the payload of a vector can be made of its buckets' payloads, and `qcomp.jax` compresses the buckets of
+        many tensors at once. By default False, which is always right.
         """
         return False
 
@@ -138,7 +138,7 @@ class Compressor(ABC):
         if len(inner) > 1:
             raise TypeError(
                 f"{type(self).__name__} has {len(inner)} compressors as fields; expected at most one, since a spec "
-                "string has a place for one: define spec"
+                "string can name only one: define spec in the class"
             )
         options = [
             f"{f.name}={v}" for f in fields(self) if not isinstance(v := getattr(self, f.name), Compressor)

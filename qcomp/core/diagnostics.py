@@ -61,23 +61,23 @@ class Diagnostics:
     """Makes the steps of an optimizer, and measures them.
 
     The step gives the same results as the optimizer's own, bit for bit. The report is a dict of floats, equal on all
-    ranks. It contains those of the following that apply to the step:
+    ranks. It contains the following entries, as far as they apply to the step:
 
-    - ``bytes_sent``: bytes sent by the rank that sent most, without those of the report; ``bits_per_element``: bits
+    - ``bytes_sent``: bytes sent by the rank that sent most, without the bytes of the report; ``bits_per_element``: bits
       sent per parameter element, the mean over the ranks.
-    - ``direction``: the cosine of the sum of the last ``direction_steps`` compressed means to that of the exact ones,
-      once that many consecutive steps have been measured. Feedback adds what one step loses to the next, so the sum
-      shows where training goes. It is near 1 in a healthy run.
+    - ``direction``: the cosine between the sum of the last ``direction_steps`` compressed means and the sum of the
+      exact means, once that many consecutive steps have been measured. Feedback adds what one step loses to the next,
+      so the sum shows where training goes. It is near 1 in a healthy run.
     - ``cosine``: the cosine of this step's compressed mean to the exact one. With few bits it is far below 1 even in a
       healthy run, and for 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them
       as large as the others, and their sign changes in every step.
-    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over that of its vector before feedback, the
+    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over the norm of its vector before feedback, the
       mean over the ranks; ``worker_residual_worst``: the maximum. Bounded in a healthy run: see `Traits`.
     - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| over the chunk that a rank serves; mean and
       maximum over the servers.
     - ``variance_ratio``: from a `VarianceWatch`, once it has measured.
     - ``drifted_ranks``: in a step that compares replicas, the number of ranks whose parameters, moments, variances or
-      counters differ in any bit from those of the majority. If there are any, all ranks warn, and name them and what
+      counters differ in any bit from the majority's. If there are any, all ranks warn, and name them and what
       differs. Residuals belong to one rank, and are not compared.
 
     Parameters
@@ -271,7 +271,7 @@ class Notes:
         return Facts(worker, server, _cosine(self.means, exact), math.nan, sent)
 
     def _ratio(self, residuals: Sequence[Array], parts: Sequence[Segment], signal: Array) -> float:
-        """Return the norm of residuals over that of the signal at the same elements; NaN without elements."""
+        """Return the norm of residuals over the norm of the signal at the same elements; NaN without elements."""
         pairs = [(r, p) for r, p in zip(residuals, parts, strict=True) if p.size]
         if not pairs:
             return math.nan

@@ -34,7 +34,7 @@ def compress(
     Parameters
     ----------
     compressor : Compressor
-        One with which the residual stays bounded: a contraction (``traits.delta``), or one that is unbiased with
+        A compressor that keeps the residual bounded: a contraction (``traits.delta``), or an unbiased compressor with
         ``traits.omega`` or ``traits.peak`` below 1.
     x : array
         This step's vector, any shape.
@@ -79,7 +79,7 @@ def compress(
 def compensated(
     compressor: Compressor, x: Array, residual: Kind, *, key: Key | None = None, donate: bool = False
 ) -> tuple[Payload, Kind]:
-    """Do what `compress` does, also once with a compressor that would diverge."""
+    """Do what `compress` does, for a single call also with a compressor whose residuals would diverge."""
     require_dense(x, "x")
     require_dense(residual, "residual")
     if tuple(residual.shape) != tuple(x.shape):

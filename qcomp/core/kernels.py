@@ -180,7 +180,7 @@ def chosen_coders() -> Coders | None:
 
 
 def choose_coders_with(coders: Callable[[bool], Coders | None]) -> None:
-    """Let this function choose the loops for host bytes; its argument says whether no context overrides the setting."""
+    """Let this function choose the loops for host bytes; its argument says whether the setting applies."""
     global _coders  # noqa: PLW0603
     _coders = coders
 

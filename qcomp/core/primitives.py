@@ -164,8 +164,8 @@ def encode(
     Notes
     -----
     p = flush(flush(x) + residual); data = C(p); residual' = flush(p - decode(data)). All values of p must be below
-    2^100 in magnitude, or in `exact_bounds` if C loses nothing. A coder loses nothing: the residual is that of the
-    plain compressor whose data it shortens.
+    2^100 in magnitude, or in `exact_bounds` if C loses nothing. A coder loses nothing: the residual is the same as with
+    the plain compressor whose data it shortens.
 
     A kernel that finds a value out of range before it returns may return None: then the pure version reports it. A
     kernel that would find it later never writes to the old residual, and returns the new one in another array.
@@ -441,7 +441,7 @@ def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
 
 @primitive("m")
 def nesterov(m: Array, g: Array, beta1: float) -> tuple[Array, Array]:
-    """Return the new `momentum` of m and g, and Nesterov's momentum, which is that of the new one and g."""
+    """Return the new `momentum` m' of m and g, and Nesterov's momentum, which is the `momentum` of m' and g."""
     new = momentum(m, g, beta1, 1.0)
     return new, momentum(new, g, beta1, 1.0)
 

@@ -45,7 +45,7 @@ def _offered() -> "dict[str, EntryPoint]":
 
 
 def compressor_names() -> list[str]:
-    """Return the names of all compressors, including those of installed packages."""
+    """Return the names of all compressors, including compressors of other installed packages."""
     return sorted({*_classes, *_offered()})
 
 
@@ -112,8 +112,8 @@ def find_class(name: str) -> type[Compressor]:
     point = _offered().get(name)
     if point is None:
         raise ValueError(
-            f"there is no compressor {name!r}; known: {', '.join(compressor_names())}. A class of your own becomes "
-            "known by qcomp.register"
+            f"there is no compressor {name!r}; known: {', '.join(compressor_names())}. Make a class of your own known "
+            "by qcomp.register"
         )
     cls: type[Compressor] = point.load()
     if not (isinstance(cls, type) and issubclass(cls, Compressor)):

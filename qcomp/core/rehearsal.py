@@ -22,8 +22,8 @@ _STEP = StepNumbers(rate=0.0, correction=1.0, eps=1.0, weight_decay=0.0)
 def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low_rank: bool = False) -> None:
     """Call every primitive once, so that its kernel is compiled, or read from a cache.
 
-    It does nothing without kernels, or if kernels are compiled anew for every shape. It skips compressors of other
-    packages: no kernel set of qcomp has kernels for those, and they may not expect this artificial vector.
+    It does nothing without kernels, or if every shape compiles its own kernels. It skips compressors of other packages:
+    qcomp has no kernels for them, and they may not expect this artificial vector.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low
 
 
 def _is_ours(compressor: Compressor) -> bool:
-    """Return whether a compressor, and those that it is made of, are this package's own."""
+    """Return whether a compressor, and all compressors inside it, are this package's own."""
     inside = (getattr(compressor, f.name) for f in fields(compressor))
     return type(compressor).__module__.startswith("qcomp.") and all(
         _is_ours(c) for c in inside if isinstance(c, Compressor)

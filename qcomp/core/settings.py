@@ -1,4 +1,4 @@
-"""The numbers among the settings of a dataclass."""
+"""Conversion of a dataclass's numbers to Python's own, and a check of their types."""
 
 from dataclasses import fields
 from numbers import Integral, Real

@@ -42,7 +42,7 @@ class OptimizerState(NamedTuple):
     compressors : tuple of Compressor
         The policy's compressor for each tensor that is not exact; empty if all use the optimizer's compressor.
     stream : int
-        ``Key.tensor`` of this optimizer's keys, which separates its random draws from those of others.
+        ``Key.tensor`` of this optimizer's keys, so that two optimizers have different random draws.
     number : int
         The number of this optimizer among all that started over the same communicator; it is not saved.
     """

@@ -36,7 +36,8 @@ class CompressGradients(TrainerCallback):
     Warns
     -----
     UserWarning
-        If a run resumes and finds no state of the hook of its checkpoint, so that the hook starts anew.
+        If a run resumes and finds no state of the hook of its checkpoint, so that the hook starts with residuals of
+        zero.
 
     Examples
     --------
@@ -92,13 +93,14 @@ class CompressGradients(TrainerCallback):
             self._hook.load_state_dict(own if args.process_index == int(counts.argmax()) else [])
             return
         warnings.warn(
-            f"no {_FILE} is of the checkpoint of step {state.global_step}, so the residuals of the hook start at 0; "
-            f"expected it in {folders[0]}, or in the folder that TrainingArguments(resume_from_checkpoint=...) names",
+            f"no {_FILE} belongs to the checkpoint of step {state.global_step}, so the residuals of the hook start at "
+            f"0; expected it in {folders[0]}, or in the folder that TrainingArguments(resume_from_checkpoint=...) "
+            "names",
             stacklevel=2,
         )
 
     def _weights(self) -> list[int]:
-        """Return marks of the weights, by which those of another run are told apart."""
+        """Return marks of the weights, which differ from the marks of another run."""
         return [mark_of(p.detach()) for p in self._wrapped.parameters() if p.requires_grad]
 
 
@@ -118,7 +120,7 @@ class AttachOptimizer(TrainerCallback):
     ValueError
         When training begins, if ``max_grad_norm`` is not 0: averaged momenta are not gradients to clip.
     TypeError
-        Then, too, if the optimizer is not of `qcomp.torch`.
+        When training begins, if the optimizer is none of `qcomp.torch`.
 
     Examples
     --------

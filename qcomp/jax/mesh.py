@@ -56,8 +56,8 @@ class MeshMean:
         Policy that returns a compressor for each tensor, used instead of ``compressor``, see `ByName`.
     seed : int, default 0
         Seed of the compressor's random draws. Several means of the same tree over one axis in one step need different
-        seeds: with equal ones they draw alike, and together they are biased. Means over different axes of a mesh draw
-        apart; those over its first axis draw as `CompressedMean` does.
+        seeds: with equal seeds their draws are the same, and together they are biased. Means over different axes of a
+        mesh draw apart; those over its first axis draw as `CompressedMean` does.
     averaging : PowerSGD, optional
         Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
         factors, see `PowerSGD`.
@@ -255,7 +255,7 @@ class MeshMean:
         Raises
         ------
         ValueError
-            If no `jax.shard_map` has the axis, the residuals are not those of this tree, the values are the same on all
+            If no `jax.shard_map` has the axis, the residuals do not belong to this tree, the values are the same on all
             devices already, or the compiler may cut tensors along another axis.
         TypeError
             If the call is differentiated.
@@ -289,7 +289,7 @@ class MeshMean:
         )
         own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
         accepted = self._everywhere(own)
-        if accepted is not own or len(request.parts) > 1:  # otherwise those of the one part are NaN already
+        if accepted is not own or len(request.parts) > 1:  # otherwise the only part's are NaN already
             held = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in held]
         new = Residuals(
             dict(zip(names, map(_as_row, means.exchange.worker), strict=bool(residuals.worker))),
@@ -339,13 +339,13 @@ class MeshMean:
                 for one, other in ((given, expected), (expected, given))
             )
             raise ValueError(
-                f"state has residuals of arrays at {there} that tree lacks, and none of those at {here}; expected a "
-                "tree whose arrays have the paths and shapes that init saw"
+                f"state has residuals for arrays at {there}, which tree lacks, and none for arrays at {here}; "
+                "expected a tree whose arrays have the paths and shapes that init saw"
             )
         if given != expected:
             raise ValueError(
-                f"state has residuals {given}; expected {expected}: those of init for this tree on this mesh, cut as "
-                "partition_specs says. After a change of the mesh, take the residuals of a new init"
+                f"state has residuals {given}; expected {expected}, as init makes them for this tree on this mesh, "
+                "cut as partition_specs says. After a change of the mesh, take the residuals from a new init"
             )
         # By name, since JAX sorts the keys of a dict.
         found: Any = [residuals.worker[name] for name in names if residuals.worker], residuals.server
@@ -394,7 +394,7 @@ def _varies(x: Array, axis_name: str) -> bool:
 
 
 def _of_all(x: Array, axis_name: str) -> Array:
-    """Mark the value of an axis's only device as equal on all; a mean of one sends nothing that tells JAX so."""
+    """Mark the value of an axis's only device as equal on all; JAX cannot see that, as nothing is sent."""
     return jax.lax.all_gather(x, axis_name, to="invarying")[0] if _varies(x, axis_name) else x
 
 
@@ -419,14 +419,14 @@ def _as_row(residual: Array) -> Array:
 
 
 def _none_refused(parts: Sequence[Sequence[Array]]) -> Array:
-    """Return whether every part was accepted: in the means of one that was refused, all elements are NaN."""
+    """Return whether every part was accepted: if one was refused, all elements of its means are NaN."""
     first = [next((mean for mean in means if mean.size), None) for means in parts]
     refused = [jnp.isnan(jnp.ravel(mean)[0]) for mean in first if mean is not None]
     return ~jnp.any(jnp.stack(refused)) if refused else jnp.bool_(True)
 
 
 def _tensors(tree: Tree) -> list[Array]:
-    """Return the arrays of a tree, of which some may be NumPy's."""
+    """Return the arrays of a tree; some may be NumPy's."""
     arrays = [jnp.asarray(leaf) for leaf in tree.leaves]
     for name, x in zip(tree.names, arrays, strict=True):
         compute_dtype_name(dtype_name(x.dtype), argument=f"the array at {name!r}")  # raises for integers

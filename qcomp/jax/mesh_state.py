@@ -59,7 +59,7 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     Returns
     -------
     pytree of PartitionSpec
-        If moments are cut along further axes, replace their specs by those of their parameters.
+        If moments are cut along further axes, replace their specs by their parameters' specs.
 
     Raises
     ------

@@ -187,7 +187,7 @@ def scale_by_onebit_adam(
         moments = taken.like(state.momentum, "momentum")
         for name, g, m in zip(taken.names, taken.leaves, moments, strict=True):
             if jnp.shape(g) != m.shape:
-                raise ValueError(f"updates has at {name!r} the shape {jnp.shape(g)}; state is of {m.shape}")
+                raise ValueError(f"updates has at {name!r} the shape {jnp.shape(g)}; state has {m.shape}")
         # As one vector, since a compiler takes time for every operation on every array.
         old_momentum, old_variance = _joined(moments), _joined(taken.like(state.variance, "variance"))
         zeros = jnp.zeros_like(old_momentum)
@@ -286,7 +286,7 @@ def onebit_adam(
 
     Notes
     -----
-    The steps are those of `qcomp.OneBitAdam` with an int for ``freeze`` and no watch: a rule or a watch would have to
+    The steps equal `qcomp.OneBitAdam` with an int for ``freeze`` and no watch: a rule or a watch would have to
     read values on the host in every step.
 
     Examples
@@ -336,7 +336,7 @@ def _require_no_arrays(**settings: Any) -> None:
         if isinstance(value, jax.Array):
             raise TypeError(
                 f"{name} is {value!r}, an array; expected a number of Python: it cannot be injected. Inject the "
-                "learning rate alone: optax.inject_hyperparams(lambda learning_rate: onebit_adam(learning_rate, "
+                "learning rate only: optax.inject_hyperparams(lambda learning_rate: onebit_adam(learning_rate, "
                 "...))(learning_rate)"
             )
 
@@ -363,7 +363,7 @@ def _cut(joined: Array, like: PyTree) -> PyTree:
 def _frozen(
     variance: Array, correction: float, like: Sequence[Array], exact: Sequence[bool], floor: float
 ) -> Array:
-    """Return `frozen` of joined variances of arrays like these; those of one size are floored together."""
+    """Return `frozen` of joined variances of arrays like these; variances of one size are floored together."""
     parts = cut(divided([variance], [correction])[0], [x.size for x in like])
     of_size = defaultdict(list)
     for index, (part, is_exact) in enumerate(zip(parts, exact, strict=True)):

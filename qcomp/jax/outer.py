@@ -84,7 +84,7 @@ class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
         state : OptimizerState
             From `init` or the last step.
         comm : Communicator
-            The one that `init` saw, or another of the same rank and size.
+            The communicator that `init` saw, or another with the same rank and size.
         weight : float, optional
             As for `OuterLoop.step`.
         """

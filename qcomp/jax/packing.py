@@ -2,8 +2,8 @@
 
 A compiler takes time for every operation, and `Codec` makes some for each segment in the message of each rank. Here the
 buckets of all tensors with one compressor and dtype are the rows of one array, and the primitives are vectorised over
-rows. Tables say where the bytes of rows are in messages, so one operation moves those of all segments. Payloads, draws,
-sums and residuals have the same bits: draws depend on the number of a bucket, which is an argument here.
+rows. Tables say where the bytes of rows are in messages, so one operation moves the bytes of all segments. Payloads,
+draws, sums and residuals have the same bits: draws depend on the number of a bucket, which is an argument here.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Packing:
         rows : mapping of kinds to arrays
             Their elements, flat.
         starts : sequence of int, or of arrays of shape ()
-            Those of `parts`.
+            As in `parts`.
         """
         parts: dict[int, list[Array]] = defaultdict(list)
         for (tensor, kind, _, size), start in zip(self.parts, starts, strict=True):
@@ -468,7 +468,7 @@ def _moved(source: Array, moves: Sequence[Sequence[_Range]], size: int, rank: Ra
     source : array, shape (length,) or (ranks, length)
         With two axes, the vector of each rank.
     moves : sequence of sequences of _Range
-        Those of each device, or of all.
+        The moves of each device, or of all.
     size : int
         The length of the result.
     rank : traced int, optional
@@ -520,7 +520,7 @@ def _move_windows(source: Array, target: Array, places: Array, window: int) -> A
 def _chunk_to_rows(
     residuals: Sequence[Array], packings: Sequence[_Packing], counts: Mapping[_Kind, int], rank: Rank
 ) -> dict[_Kind, Array]:
-    """Return the residuals of the rows of each kind, flat, from those of this device's chunk, if there are any."""
+    """Return the residuals of the rows of each kind, flat, from the residuals of this device's chunk, if any."""
     if not residuals or len(counts) == 1:
         return dict(zip(counts, residuals, strict=False))
     sizes = [count * kind.size for kind, count in counts.items()]
@@ -536,7 +536,7 @@ def _rows_to_chunk(
     counts: Mapping[_Kind, int],
     rank: Rank,
 ) -> tuple[Array, ...]:
-    """Return residuals as they were, from those of rows, the inverse of `_chunk_to_rows`."""
+    """Return the residuals of a chunk from the residuals of rows, the inverse of `_chunk_to_rows`."""
     if not residuals or len(counts) == 1:
         return tuple(rows.values()) if residuals else ()
     sizes = [count * kind.size for kind, count in counts.items()]

@@ -46,7 +46,7 @@ def drive(stages: Stages[Result], axis_name: str) -> Result:
     Parameters
     ----------
     stages : generator
-        All messages of one exchange must have the same length, as those of an `SpmdMean` have.
+        All messages of one exchange must have the same length, as in an `SpmdMean`.
     axis_name : str
         An axis of the mesh, inside `jax.shard_map`.
     """
@@ -163,7 +163,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
 
 
 def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Array:
-    """Return a server's message; its verdict refuses if that of any message that arrived there does."""
+    """Return a server's message; its verdict refuses if any message that arrived there refuses."""
     told: Any = concat(list(verdicts.require_accepted(compressed.error)))
     message: Any = compressed.messages[0]
     joined: Array = message.at[own.offsets[-1]].max(jnp.max(told))

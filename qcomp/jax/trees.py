@@ -82,7 +82,7 @@ class Tree(NamedTuple):
         """
         taken = cls.of(tree, argument)
         if taken.names != names:
-            raise ValueError(f"{argument} has arrays at {taken.names}; state is of {names}")
+            raise ValueError(f"{argument} has arrays at {taken.names}; state has {names}")
         return taken
 
     def like(self, tree: PyTree, argument: str) -> list[Array]:
@@ -183,7 +183,7 @@ class OnTrees(ABC, Generic[Loaded]):
         Parameters
         ----------
         saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict, or those of all ranks that saved.
+            This rank's own dict, or the dicts of all ranks that saved.
         params, comm
             As for `init`; with an outer loop, parameters with any values.
         strict, lost
@@ -240,7 +240,7 @@ class PytreeOptimizer(OnTrees[OptimizerState]):
         if self.optimizer.two_gradients:
             raise TypeError(
                 f"optimizer is a {type(self.optimizer).__name__}; expected one that steps with one gradient: "
-                f"{self.optimizer.two_gradients}. Give its own step the arrays of jax.tree.leaves"
+                f"{self.optimizer.two_gradients}. Call the optimizer's own step with jax.tree.leaves(params)"
             )
 
     @property
@@ -383,7 +383,7 @@ class PytreeMean:
         Raises
         ------
         ValueError
-            If the arrays have other paths than those that `init` saw.
+            If the arrays have other paths than `init` saw.
         """
         taken = Tree.of_state(tree, "tree", state.names)
         leaves, mean = self.mean(taken.leaves, state.mean, comm, key=key, weight=weight)

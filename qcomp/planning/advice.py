@@ -285,7 +285,7 @@ def advise(
     machine : Machine
         How fast a rank encodes and decodes; by default the measured figures of one core.
     methods : sequence of Method, optional
-        The methods to compare, with at least one all-reduce at full precision; by default those of `methods_for`.
+        The methods to compare, with at least one all-reduce at full precision; by default what `methods_for` returns.
     warmup : float
         The share of steps that are exact in a run that compresses, as in 1-bit Adam. PowerSGD, Muon, outer loops and
         lossless compressors have none.

@@ -80,7 +80,7 @@ class Autotune:
     most 1.5 times as long as the fastest have a second round, in reverse order. The lower of their two times counts,
     since other work of the machine can only make steps slower. All ranks compute the choice from the same numbers: once
     a round, every rank sends 8 bytes per method to each other rank. The choice is the first method whose time is at
-    most (1 + margin) times that of the fastest. It is final.
+    most (1 + margin) times the fastest time. It is final.
 
     Sum identity: after any step, the means add up to the sum of the exact means, minus what the current method and
     ``TunedState.owed`` still owe, up to rounding.
@@ -108,11 +108,11 @@ class Autotune:
     def __post_init__(self) -> None:
         plain_numbers(self)
         if not isinstance(self.methods, Mapping) or not self.methods:
-            raise ValueError(f"methods is {self.methods!r}; expected names with a qcomp.CompressedMean each")
+            raise ValueError(f"methods is {self.methods!r}; expected a qcomp.CompressedMean for each name")
         for name, mean in self.methods.items():
             if not isinstance(name, str) or not isinstance(mean, CompressedMean):
                 raise TypeError(
-                    f"methods has {name!r}: {mean!r}; expected names with a qcomp.CompressedMean each"
+                    f"methods has {name!r}: {mean!r}; expected a qcomp.CompressedMean for each name"
                 )
             require_residuals(mean)
         if type(self.steps) is not int or self.steps < 1:

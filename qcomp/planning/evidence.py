@@ -46,7 +46,7 @@ class Evidence:
         The method's steps to the lowest loss that both reach, for each step of exact training; None if the study has
         no curves.
     gap : float
-        The method's loss after equally many steps, minus that of exact training.
+        The method's loss after equally many steps, minus the loss of exact training.
     seeds : int
         Trainings of the method, and of exact training.
     steps, ranks, parameters : int
@@ -105,13 +105,12 @@ def evidence_of(
     Parameters
     ----------
     method : Method
-        A compressor stands for the optimizer that was studied with it: after exact steps `ScaledSign` for 1-bit Adam
-        and `MinMaxUInt8` for QAdam; without exact steps `ScaledSign` and QSGD of 4 bits for compressed gradients that
-        Adam receives. An outer loop must have the settings of a study, except for the topology.
+        Each compressor is judged by the runs in which it was studied: after exact steps `ScaledSign` by runs of 1-bit
+        Adam and `MinMaxUInt8` by runs of QAdam; without exact steps `ScaledSign` and QSGD of 4 bits by runs of Adam on
+        compressed gradients. An outer loop must have the settings of a study, except for the topology.
     warmup : float
-        The share of exact steps of a run. Among several studies, those with curves come first, then those with the
-        closest share, then those with the closest number of ranks, then those with the most seeds, then the least
-        favourable ones.
+        The share of exact steps of a run. Studies with curves are preferred, then studies with the closest share, the
+        closest number of ranks, the most seeds, and the least favourable result, in this order.
     task : str
         One of `TASKS`.
     ranks : int

@@ -216,7 +216,7 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
     Notes
     -----
     An encoder reads vector and residual for the scale, reads them again, and writes the residual: 20 bytes per element.
-    A decoder writes 4 bytes; one that adds also reads them. PowerSGD reads gradient and residual and writes their sum,
+    A decoder writes 4 bytes; if it adds, it also reads 4. PowerSGD reads gradient and residual and writes their sum,
     reads it for each factor, and at the end reads it and writes the mean and the residual: 32 bytes. Products of
     matrices are assumed to run at 5e12 multiplications a second. The estimate ignores payloads, and launches of some 10
     microseconds each. It has no speeds for payloads that are coded on the host.

@@ -248,7 +248,7 @@ class OuterMethod(Method):
 def _shapes(job: Job, label: str) -> _Shapes:
     if not job.shapes:
         raise ValueError(
-            f"shapes is {job.shapes!r}; expected the shapes of all parameters, on which {label} depends"
+            f"shapes is {job.shapes!r}; expected the shapes of all parameters, since {label} depends on them"
         )
     return job.shapes
 
@@ -300,8 +300,8 @@ def _by_owners(messages: _Messages, exact: int, cluster: Cluster, *, exchanges: 
     for number, sizes in enumerate(messages):
         total, largest, least = sum(sizes), max(sizes), min(sizes)
         own = (ranks - 1) / len(sizes) * total
-        # The link of the largest owner carries its part from or to all other ranks; that of the smallest owner carries
-        # all other parts.
+        # The link of the largest owner carries its part from or to all other ranks; the link of the smallest owner
+        # carries all other parts.
         worst = max((ranks - 1) * largest, total - least)
         for exchange in range(exchanges):
             more = beside if number * exchanges + exchange < 2 else 0.0

@@ -25,8 +25,8 @@ _PLAIN = {"plain": "black", "16-bit": "0.5"}
 def draw(advice: Advice, path: str | Path) -> None:
     """Write a picture of the step time over the bandwidth between nodes; the suffix names the format.
 
-    It shows at most eight methods. Of methods that send the same in different topologies, it shows the one that is
-    fastest on the given link.
+    It shows at most eight methods. If methods differ only in their topology, it shows only the fastest of them on the
+    given link.
 
     Raises
     ------

@@ -175,7 +175,7 @@ def _measure_product(like: Array, rounds: int, clock: Clock) -> float:
 
 
 def _measure_low_rank(like: Array, rounds: int, clock: Clock) -> tuple[float, float]:
-    """Return PowerSGD's seconds per element: the fixed ones, and those for each column of a factor."""
+    """Return PowerSGD's seconds per element: the fixed part, and the part for each column of a factor."""
     square = _square(like)
     seconds = []
     for rank in _RANKS:

@@ -85,7 +85,7 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
 
 
 def _resized(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with another number of ranks, on the largest nodes of equal size that its nodes allow."""
+    """Return the cluster with another number of ranks, on nodes of equal size that are no larger than its nodes."""
     fitting = max(each for each in range(1, cluster.ranks_per_node + 1) if ranks % each == 0)
     return replace(cluster, ranks=ranks, ranks_per_node=fitting)
 

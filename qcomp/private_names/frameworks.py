@@ -9,7 +9,7 @@ _SAVERS = {
     ("accelerate.checkpointing", "save_custom_state"): "Accelerate",
     ("transformers.trainer", "_save_optimizer_and_scheduler"): "the Trainer of Hugging Face",
 }
-"""The functions, by module and name, that ask for states and write those of one rank alone."""
+"""The functions, by module and name, that ask for states on all ranks and write only one rank's."""
 
 
 def saves_one_rank() -> str | None:

@@ -18,12 +18,12 @@ from qcomp.testing.contract import check_compressor
 from qcomp.testing.dispatch import contract_of, every_law
 from qcomp.testing.faults import Death, until_death
 from qcomp.testing.kernels import check_kernels
+from qcomp.testing.law_groups import Contract, ContractError
 from qcomp.testing.laws import LAWS
 from qcomp.testing.libraries import read_only_numpy
+from qcomp.testing.one_thread import lockstep
 from qcomp.testing.optimizers import check_optimizer
-from qcomp.testing.promises import Contract, ContractError
 from qcomp.testing.topologies import check_topology
-from qcomp.testing.turns import lockstep
 
 __all__ = [
     "LAWS",

@@ -109,7 +109,7 @@ class Case:
 
     @cached_property
     def of_shapes(self) -> tuple["Case", ...]:
-        """The case, and those of the compressor for narrow matrices, if the shape of a tensor determines buckets."""
+        """The case, and the cases for narrow matrices, if the shape of a tensor determines buckets."""
         shaped = [self.compressor.for_shape(shape) for shape in ((32, 9), (64, 3))]
         others = [each for each in dict.fromkeys(shaped) if each != self.compressor]
         made = [Case(each, self.xp, jit=self.jit, thorough=self.thorough) for each in others]

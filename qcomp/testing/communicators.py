@@ -6,8 +6,8 @@ import numpy as np
 
 from qcomp.comm.base import Communicator
 from qcomp.testing.communicator_laws import COMMUNICATOR_LAWS, another_size_closes_it
+from qcomp.testing.law_groups import Contract
 from qcomp.testing.libraries import Namespace, library_name
-from qcomp.testing.promises import Contract
 
 __all__ = ["check_communicator", "communicator_contract"]
 
@@ -51,7 +51,7 @@ def communicator_contract(comm: Communicator, xp: Namespace = np, *, failures: b
     """Return the laws about a communicator, each in a group of its own, since a broken law leaves ranks out of step."""
     lacking = [name for name in _HAS if not hasattr(comm, name)]
     if lacking:
-        raise TypeError(f"comm is {comm!r}; expected a communicator, which has {', '.join(lacking)}")
+        raise TypeError(f"comm is {comm!r}; expected a communicator, but it lacks {', '.join(lacking)}")
     laws = (*COMMUNICATOR_LAWS, another_size_closes_it) if failures else COMMUNICATOR_LAWS
     groups = [[(law.__name__, partial(law, comm, xp))] for law in laws]
     return Contract(f"rank {comm.rank} of {type(comm).__name__} on {library_name(xp)}", groups)

@@ -9,9 +9,9 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
 from qcomp.testing.case import Case
 from qcomp.testing.inputs import FAMILIES, drawn, sizes, vector
+from qcomp.testing.law_groups import Contract
 from qcomp.testing.laws import FORM_LAWS, MEAN_LAWS, STATE_LAWS, VALUE_LAWS, VECTOR_LAWS
 from qcomp.testing.libraries import Namespace
-from qcomp.testing.promises import Contract
 from qcomp.testing.state_laws import first_calls, independent_of_calls
 from qcomp.testing.vector_laws import VectorLaw, applies
 

@@ -1,4 +1,4 @@
-"""The contract of any object that has one, and a test for each of its laws."""
+"""The contract of a compressor, topology, optimizer, kernel set or communicator, and a test for each of its laws."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,9 +13,9 @@ from qcomp.testing.case import Case
 from qcomp.testing.communicators import communicator_contract
 from qcomp.testing.contract import compressor_contract
 from qcomp.testing.kernels import kernel_contract
+from qcomp.testing.law_groups import Contract
 from qcomp.testing.libraries import Namespace, library_name
 from qcomp.testing.optimizers import optimizer_contract
-from qcomp.testing.promises import Contract
 from qcomp.testing.topologies import topology_contract
 
 __all__ = ["contract_of", "every_law"]

@@ -115,7 +115,7 @@ def half_precision(case: Case) -> None:
             half = case.compress_with_feedback(x, residual, key=key, dtype=name)
             payload = case.compressor.compress(case.array(x, name), key=key)
             assert to_numpy(payload.data).tobytes() == case.compress(x, key=key).data, (
-                f"the payload of {name} is not that of the same values in float32"
+                f"the payload of {name} differs from the payload of the same values in float32"
             )
             decoded = to_numpy(case.compressor.decompress(payload, like=case.array(x, name)))
             expected = rounded(case.compress(x, key=key).decoded, name)
@@ -123,11 +123,11 @@ def half_precision(case: Case) -> None:
                 f"decompressed to {name}, it is not the result in float32, rounded once"
             )
             assert half.data == single.data, (
-                f"the payload of {name} is not that of the same values in float32"
+                f"the payload of {name} differs from the payload of the same values in float32"
             )
             assert half.residual.dtype == np.float32, f"the residual of {name} is {half.residual.dtype}"
             assert half.residual.tobytes() == single.residual.tobytes(), (
-                f"the residual of {name} is not that of the same values in float32"
+                f"the residual of {name} differs from the residual of the same values in float32"
             )
             decoded, expected = half.decoded.astype(np.float32), rounded(single.decoded, name)
             assert decoded.tobytes() == expected.tobytes(), f"decompressed to {name}, it is not rounded once"

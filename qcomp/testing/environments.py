@@ -235,7 +235,7 @@ def in_another_process(value: Any, task: str, argument: Any, *, spec: str | None
     Returns
     -------
     object
-        What the function returns; None if the process cannot import the classes, such as those of a notebook.
+        What the function returns; None if the process cannot import the classes, such as classes of a notebook.
 
     Raises
     ------

@@ -12,7 +12,7 @@ from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.means import SPECS, Peers, average, bits, held_by, inputs, refused
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 __all__ = [
     "CODED",
@@ -98,7 +98,7 @@ def damage_is_noticed(world: Peers) -> None:
 
 
 def _senders_to_first(world: Peers, mean: CompressedMean, damaged: int | None = None) -> list[int]:
-    """Return the ranks that send rank 0 something in the first exchange in which any other rank does.
+    """Return the ranks that send to rank 0 in the first exchange in which any rank does.
 
     With ``damaged``, that rank's message in this exchange lacks 8 bytes. Exchanges that announce lengths are skipped.
     """

@@ -4,7 +4,7 @@ from collections.abc import Collection, Generator, Sequence
 from typing import Any, NamedTuple
 
 from qcomp.core.errors import CommunicatorError
-from qcomp.testing.turns import deliver
+from qcomp.testing.one_thread import deliver
 
 __all__ = ["Death", "until_death"]
 
@@ -40,7 +40,7 @@ def until_death(
         The stages of rank 0, of rank 1 and so on.
     death : Death
     order : sequence of int, optional
-        The order in which the ranks compute between two exchanges; by default the order of their numbers.
+        The order in which the ranks compute between two exchanges; by default in the order of their numbers.
 
     Returns
     -------

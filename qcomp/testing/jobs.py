@@ -1,4 +1,4 @@
-"""Jobs of several ranks in one thread, in which the laws of optimizers are checked."""
+"""Jobs of several ranks in one thread, for the laws of optimizers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.testing.libraries import Namespace, Vector, library_name, to_library, to_numpy
 from qcomp.testing.means import owed
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 __all__ = [
     "NAMES",

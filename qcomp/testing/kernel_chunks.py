@@ -90,7 +90,7 @@ def _tensors(xp: Namespace, operands: Operands, rank: int) -> _FlatTensors:
 
 
 def _frames(operands: Operands) -> list[Frame]:
-    """Return the frame of each rank's chunk, and between them that of an empty chunk, as means of few buckets have."""
+    """Return the frame of each rank's chunk, and between them an empty chunk's frame, as in means of few buckets."""
     first, *others = operands.chunks(_RANKS)
     return [operands.frame(chunk) for chunk in (first, (), *others)]
 

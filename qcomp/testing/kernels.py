@@ -31,8 +31,8 @@ from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_low_rank, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
+from qcomp.testing.law_groups import Attempt, Contract
 from qcomp.testing.libraries import Namespace, Vector, has_dtype, library_name, to_library, to_numpy
-from qcomp.testing.promises import Attempt, Contract
 from qcomp.testing.state_laws import FilesOfAuthor, interrupted
 
 __all__ = ["check_kernels", "kernel_contract"]

@@ -77,7 +77,7 @@ def no_key_repeats(case: Case) -> None:
     arrays = [plain.array(vector("gaussian", length + 8 * i, 12 + i)) for i in range(3)]
 
     def data(key: Key, number: int) -> bytes:
-        """Return a payload; the numbers of a key are those of other vectors if these tell, else of other seeds."""
+        """Return a payload; other numbers give other vectors if vectors show the draws, else other seeds."""
         own = key if vectors_tell else _with_other_seed(key, number)
         return to_numpy(plain.compressor.compress(arrays[number % 3], key=own).data).tobytes()
 
@@ -107,7 +107,7 @@ def _buckets_tell(case: Case, length: int) -> bool:
 
 
 def _seeds_that_tell(data: Callable[[Key, int], bytes]) -> tuple[int, int]:
-    """Return with how many seeds two keys of a thousand are hardly ever alike by chance, and never."""
+    """Return two numbers of seeds: with one, two of a thousand keys rarely agree by chance; with the other, never."""
     results = Counter(data(Key(seed=1000 + number, step=number), 0) for number in range(64))
     alike = sum(count * (count - 1) for count in results.values()) / (64 * 63)
     bits = min(-math.log2(alike), 12.0) if 0 < alike < 1 else 12.0 if not alike else 1.0
@@ -238,8 +238,8 @@ def _require_independent(plain: Case) -> None:
 def _check_shifts(errors: Vector, x: Vector, part: str, by_chance: float) -> None:
     """Check that no row of errors is correlated with the next one after a shift by any number of elements.
 
-    The deviation by chance is that over all shifts, or the largest correlation under unrelated keys: few draws for all
-    elements are alike by chance. Vectors with few large errors correlate by chance too, so they pass.
+    The deviation by chance is taken over all shifts, or is the largest correlation under unrelated keys, since few
+    draws can agree by chance in all elements. Vectors with few large errors correlate by chance too, so they pass.
     """
     for found, shift in _after_shifts(errors, x):
         most = max(0.3, 1.5 * by_chance, 8 * float(found.std()))
@@ -292,7 +292,7 @@ def _check_neighbours(case: Case) -> None:
 
 
 def _width(errors: Vector) -> Vector:
-    """Return how many errors each row has, where small ones hardly count: (sum e^2)^2 / sum e^4."""
+    """Return the effective number of errors of each row, in which small errors hardly count: (sum e^2)^2 / sum e^4."""
     fourth: Vector = np.maximum(np.sum(errors**4, axis=1), 1e-300)
     found: Vector = np.sum(errors**2, axis=1) ** 2 / fourth
     return found

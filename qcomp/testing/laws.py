@@ -134,7 +134,7 @@ def _require_same_when_cut(case: Case, size: int, *cuts: int, dtype: str = "floa
 
 
 def fields_by_bucket(case: Case) -> None:
-    """A payload whose fields are said to follow the buckets consists, field by field, of those of its parts."""
+    """If `fields_by_bucket` is True, each field of a payload joins the same fields of the payloads of its parts."""
     own = case.plain.on_numpy.compressor
     bucket = own.traits.bucket_size
     if not own.fields_by_bucket or bucket > LONGEST_BUCKET:
@@ -145,15 +145,16 @@ def fields_by_bucket(case: Case) -> None:
         whole, first, second = (own.encode(piece, Key(seed=1, bucket=number)) for piece, number in pieces)
         for name, field in whole.items():
             assert np.concatenate([first[name], second[name]]).tobytes() == np.asarray(field).tobytes(), (
-                f"fields_by_bucket is True, and {name!r} of {size} elements is not that of the first {cut} bucket(s) "
-                "and that of the others"
+                f"fields_by_bucket is True, but {name!r} of {size} elements does not join {name!r} of the first {cut} "
+                f"bucket(s) and {name!r} of the others"
             )
 
 
 def padding_never_leaks(case: Case) -> None:
     """Padding does not matter: a tail is compressed no worse than full buckets of the same kind of values.
 
-    This is checked with equal values, and with positive ones far from zero, which suffer if padding counts as elements.
+    This is checked with equal values, and with positive values far from zero, whose errors grow if padding counts as
+    elements.
     """
     for each in case.of_shapes:
         _require_padding_without_effect(each)

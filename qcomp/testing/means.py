@@ -17,7 +17,7 @@ from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.libraries import to_numpy
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 __all__ = [
     "NODES",

@@ -29,7 +29,7 @@ from qcomp.testing.jobs import (
     resumed,
 )
 from qcomp.testing.libraries import to_numpy
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 __all__ = [
     "against_the_gradient",
@@ -349,7 +349,7 @@ def another_world_goes_on(case: OptimizerCase) -> None:
 
 
 def _require_kept(loaded: Ranks, saved: Ranks) -> None:
-    """Raise AssertionError unless the means of moments over the ranks, and what these owe, are those before a save."""
+    """Raise AssertionError unless the means of moments and residuals over the ranks are the same as before a save."""
     where = f"loaded after {saved.states[0].step} steps on {loaded.size} ranks"
     after = _of_all_ranks(loaded)
     for kind, (before, largest) in _of_all_ranks(saved).items():
@@ -357,7 +357,9 @@ def _require_kept(loaded: Ranks, saved: Ranks) -> None:
         # Sums over the ranks in any order, and three scalings.
         tolerance = (saved.size + loaded.size + 6) * 2.0**-24 * largest
         same = all(np.all(np.abs(x - y) <= tolerance) for x, y in zip(found, before, strict=True))
-        assert same, f"{where}, the mean of {kind} over the ranks is not that of the ranks that saved"
+        assert same, (
+            f"{where}, the mean of {kind} over the ranks differs from the mean over the ranks that saved"
+        )
 
 
 def _of_all_ranks(job: Ranks) -> dict[str, tuple[list[Vector], float]]:

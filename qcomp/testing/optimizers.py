@@ -9,8 +9,8 @@ import numpy as np
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.testing import optimizer_laws, setting_laws
 from qcomp.testing.jobs import OptimizerCase
+from qcomp.testing.law_groups import Contract
 from qcomp.testing.libraries import Namespace
-from qcomp.testing.promises import Contract
 
 __all__ = ["check_optimizer", "optimizer_contract"]
 

@@ -24,7 +24,7 @@ from qcomp.testing.jobs import (
     gradients,
 )
 from qcomp.testing.libraries import to_numpy
-from qcomp.testing.turns import lockstep
+from qcomp.testing.one_thread import lockstep
 
 __all__ = [
     "clipping_scales_gradients",
@@ -106,8 +106,8 @@ def groups_select_by_name(case: OptimizerCase) -> None:
     for what, (one, other) in pairs.items():
         step, differing = _first_difference(case.having(**one), case.having(**other))
         assert differing is None, (
-            f"the {what} of a group and that of the optimizer differ in their effect: after {step + 1} steps, the same "
-            f"numbers for {differing!r} in both ways give other parameters"
+            f"the {what} of a group and the optimizer's {what} differ in their effect: after {step + 1} steps, the "
+            f"same numbers for {differing!r} in both ways give other parameters"
         )
     resting = case.having(groups=(Group("layer.*", 0.0),))
     if resting is None:
@@ -124,7 +124,7 @@ def groups_select_by_name(case: OptimizerCase) -> None:
 
 
 def weight_decay_shrinks(case: OptimizerCase) -> None:
-    """Weight decay makes positive parameters smaller than without it; not single ones, of which LAMB sees the signs."""
+    """Weight decay makes positive parameters smaller; not checked for one element, whose sign is all that LAMB sees."""
     case = _steady(case)
     plain, decayed = case.having(weight_decay=0.0), case.having(weight_decay=0.5)
     if plain is None or decayed is None:
@@ -189,8 +189,8 @@ def gradients_are_averaged(case: OptimizerCase) -> None:
         ):
             moved, distance = to_numpy(one) - to_numpy(p), to_numpy(other) - to_numpy(one)
             assert np.linalg.norm(distance) <= 1e-3 * np.linalg.norm(moved), (
-                f"the first step of {size} ranks without compression moves {name!r} otherwise than that of one rank "
-                "with the mean of their gradients"
+                f"the first step of {size} ranks without compression moves {name!r} otherwise than the first step of "
+                "one rank with the mean of their gradients"
             )
 
 
@@ -231,7 +231,7 @@ def _require_moves_as_one(exact: OptimizerCase) -> None:
         for name, one, other in zip(NAMES, _params(alone), _params(two), strict=True):
             assert one == other, (
                 f"after {step + 1} steps without compression, {name!r} of two ranks with the same gradients is not "
-                "that of one rank alone; average over the ranks"
+                "the steps of a single rank; average over the ranks"
             )
 
 
@@ -243,7 +243,7 @@ def nothing_is_lost(case: OptimizerCase) -> None:
     if plain is None or exact is None or not plain.optimizer.mean.feedback:
         return
     if plain.optimizer.mean.kinds != CompressedMean.kinds or _lost(exact, 2) is not None:
-        return  # residuals of another kind, or other moves than those of SGD
+        return  # residuals of another kind, or other moves than SGD's
     found = _lost(plain, STEPS)
     assert found is None, f"with a rate of 1 and without momentum, {found}; keep the residuals of the mean"
 
@@ -260,7 +260,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def _lost(case: OptimizerCase, steps: int) -> str | None:
-    """Return a text about the first tensor whose moves, and what is owed, are not the mean gradients; None if all are.
+    """Return a text about the first tensor whose moves plus residuals are not the mean gradients; None without one.
 
     A step rounds an element fewer than 100 times, of at most a few times the largest magnitude, by half an ulp each.
     """

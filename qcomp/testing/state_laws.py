@@ -197,7 +197,7 @@ def independent_of_threads(case: Case) -> None:
 
 
 class FilesOfAuthor:
-    """The files of an author's code: those of a class and its bases, of its package, and all that no library has."""
+    """The files of an author's code: of a class, its bases and its package, and all that belong to no library."""
 
     def __init__(self, cls: type) -> None:
         self._bases = {getattr(sys.modules[base.__module__], "__file__", None) for base in cls.__mro__}
@@ -305,7 +305,7 @@ def same_in_another_process(case: Case) -> None:
     """A fresh process with another hash seed, date, host, number of processors and environment gives the same payloads.
 
     It also decompresses the payloads of this process, before it compresses anything. Classes that no other process can
-    import, such as those of a notebook, are not tried.
+    import, such as classes of a notebook, are not tried.
     """
     if case.jit:
         return

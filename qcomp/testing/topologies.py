@@ -8,9 +8,9 @@ import numpy as np
 from qcomp.core.mean.topologies.base import Topology
 from qcomp.core.mean.topologies.registry import register
 from qcomp.core.numeric.random import Key
+from qcomp.testing.law_groups import Attempt, Contract
 from qcomp.testing.libraries import Namespace, library_name, to_library, to_numpy
 from qcomp.testing.means import NODES, SPECS, Peers, average, inputs
-from qcomp.testing.promises import Attempt, Contract
 from qcomp.testing.topology_laws import OF_MANY_RANKS, TOPOLOGY_LAWS
 
 __all__ = ["check_topology", "same_as_on_numpy", "topology_contract", "worlds_of"]
@@ -73,7 +73,7 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
 
 
 def worlds_of(topology: Topology, *, thorough: bool) -> list[Peers]:
-    """Return worlds of one to five ranks, and one with shared nodes for one that wants nodes; all such if thorough."""
+    """Return worlds of one to five ranks, and one (if thorough, all) with shared nodes if the topology uses nodes."""
     shared = tuple(NODES.values()) if thorough else (NODES["3 and 2"],)
     separate = [Peers(topology.name, tuple(range(n))) for n in range(1, 6)]
     return separate + [Peers(topology.name, nodes) for nodes in shared if topology.wants_nodes]

@@ -40,7 +40,7 @@ from qcomp.testing.means import (
     means_of,
     require_sum_identity,
 )
-from qcomp.testing.turns import bytes_to_others, lockstep, watched
+from qcomp.testing.one_thread import bytes_to_others, lockstep, watched
 
 __all__ = ["OF_MANY_RANKS", "TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
 
@@ -91,7 +91,7 @@ def fewer_buckets_than_ranks(world: Peers) -> None:
 
 
 def own_precision(world: Peers) -> None:
-    """Each tensor keeps its dtype; it is computed in float32 or float64, in which its residuals are kept."""
+    """Each tensor keeps its dtype. Arithmetic and residuals are in float32, or in float64 for float64."""
     for dtype in ("float16", "float32", "float64"):
         mean = world.mean("minmax:bucket_size=16")
         x = [values[0] for values in world.values(0, dtype=dtype, shapes=[(37,)])]

@@ -55,8 +55,8 @@ class BeginsAsAdamW(AveragingOptimizer):
         if state.stage != "warmup":
             raise ValueError(
                 f"adamw_state_dict was called in the stage {state.stage!r}, after {state.step} steps; expected "
-                "'warmup': AdamW has no place for a variance that not every step updates. Go on from a checkpoint of "
-                f"the warm-up. {_BEGIN_ANEW}"
+                "'warmup': AdamW updates its variance in every step, and this optimizer no longer does. Go on from a "
+                f"checkpoint of the warm-up. {_BEGIN_ANEW}"
             )
         counts = own_counts(state, state.step)
         moments: dict[str, tuple[float, Any, Any]] = dict(
@@ -88,7 +88,7 @@ class BeginsAsAdamW(AveragingOptimizer):
     def _read(
         self, saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
     ) -> tuple[list[OfRank], Any]:
-        """Return what a saved state has of each rank, and its groups; that of AdamW is the same on all ranks."""
+        """Return what a saved state has of each rank, and its groups; a state of AdamW is the same on all ranks."""
         if not _is_of_adamw(saved):
             return super()._read(saved, names, sizes)
         core, state = self._in_use(), self.core_state

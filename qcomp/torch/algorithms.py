@@ -58,8 +58,8 @@ class CompressedSGD(AveragingOptimizer):
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
-        itself for ``model``. If False, an error on every rank tells that they differ.
+        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
+        If False, an error on every rank tells that they differ.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -219,8 +219,8 @@ class OneBitAdam(_FrozenVarianceAdam):
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
-        itself for ``model``. If False, an error on every rank tells that they differ.
+        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
+        If False, an error on every rank tells that they differ.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -297,8 +297,8 @@ class OneBitLamb(AveragingOptimizer):
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
-        itself for ``model``. If False, an error on every rank tells that they differ.
+        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
+        If False, an error on every rank tells that they differ.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -419,8 +419,8 @@ class QAdam(_FrozenVarianceAdam):
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
-        itself for ``model``. If False, an error on every rank tells that they differ.
+        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
+        If False, an error on every rank tells that they differ.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -533,8 +533,8 @@ class ZeroOneAdam(BeginsAsAdamW):
         parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
         averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0, as under DistributedDataParallel, which does it
-        itself for ``model``. If False, an error on every rank tells that they differ.
+        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
+        If False, an error on every rank tells that they differ.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 

@@ -57,7 +57,7 @@ def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[N
     if error is not None:
         raise MismatchError(
             f"something else than this optimizer has changed parameters on some ranks before step {state.step + 1}: "
-            "load weights on every rank, or before the optimizer is made, which gives all ranks those of rank 0. An "
-            "Embedding with max_norm renormalises the rows that its rank reads: leave max_norm out, and renormalise "
-            f"after the step; {error}"
+            "load weights on every rank, or before the optimizer is made, which copies them from rank 0 to all "
+            "ranks. An Embedding with max_norm renormalises the rows that its rank reads: leave max_norm out, and "
+            f"renormalise after the step; {error}"
         ) from error

@@ -30,7 +30,7 @@ _EXTREMES: dict[str, _Combine] = {_LEAST: torch.minimum, _GREATEST: torch.maximu
 
 
 class Buffer(NamedTuple):
-    """A buffer of a model, and how those of all ranks become one."""
+    """A buffer of a model, and how the ranks' versions of it become one."""
 
     value: torch.Tensor
     """This rank's part, in the model's memory."""
@@ -107,12 +107,13 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
 
     Notes
     -----
-    Running means and variances become those of the mixture of all ranks' data, in equal parts: the mean of the means,
-    and the mean of the variances plus the variance of the means. Ranges of observers become the smallest range with all
-    of them, histories of largest magnitudes their maximum. All others become those of rank 0, bit for bit.
+    Running means and variances become the moments of the mixture of all ranks' data, in equal parts: the mean of the
+    means, and the mean of the variances plus the variance of the means. Ranges of observers become the smallest range
+    with all of them, histories of largest magnitudes their maximum. All others are copied from rank 0, bit for bit.
 
     Sends the name, shape, dtype and digest of each buffer to all other ranks, 2 (N - 1) / N times the bytes of the
-    statistics and of the means once more, (N - 1) times those of the ranges, and twice those of the others from rank 0.
+    statistics and of the means once more, (N - 1) times the bytes of the ranges, and twice the bytes of the others from
+    rank 0.
     """
     own = {
         # Of a copy: torch does not resize memory that NumPy has seen, as an observer does in its first forward pass.

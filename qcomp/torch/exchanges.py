@@ -77,7 +77,7 @@ class _Sharded:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _run(self, stages: Stages[Any], what: str) -> Any:
-        """Run a computation in stages whose exchanges tell what they are about, since ranks may run other modules."""
+        """Run a computation in stages whose exchanges name their modules, since ranks may run other modules."""
         unit = self._unit
         owner = Owner(unit.label, 0, unit.names, self._stream, what, _SAME_MODULES)
         return drive(owned(stages, owner), self._comm)
@@ -101,7 +101,7 @@ class _Sharded:
         return shards if shards.size == size else None
 
     def _joined(self, size: int) -> Shards:
-        """Return the shards of a message as those of one tensor, since the places of the parameters are not known."""
+        """Return the shards of a message as shards of one tensor, since the places of the parameters are not known."""
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
 
 
@@ -123,7 +123,7 @@ class ScatteredGradients(_Sharded):
     unit : Unit
         The parameters.
     compressor : Compressor
-        For those that do not stay exact.
+        For the parameters that do not stay exact.
     comm : TorchCommunicator
         The ranks over which the unit is sharded.
     terms : Terms
@@ -239,13 +239,13 @@ class ScatteredGradients(_Sharded):
         return _Scattered(calls.pop(), skipped // len(saved), residual, owing)
 
     def _residuals(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the residuals in a state: those of the parameters that it was saved for, or none."""
+        """Return the residuals in a state, for the parameters that it was saved for, or none."""
         unit, label = self._unit.only(saved), self._unit.label
         if saved and not self._terms.feedback:
             raise ValueError(f"the state has residuals of {label}; feedback is False here")
         if saved and tuple(saved) != unit.names:
             raise ValueError(
-                f"{label} has the parameters {self._unit.names}; the state is of {tuple(map(shown, saved))}"
+                f"{label} has the parameters {self._unit.names}; the state has {tuple(map(shown, saved))}"
             )
         found = {name: read(saved, name, NumericArray(), f"the state of {label}") for name in saved}
         for (name, residual), p in zip(found.items(), unit.params, strict=False):
@@ -260,7 +260,7 @@ class ScatteredGradients(_Sharded):
         return found
 
     def agreed(self, known: _Scattered) -> _Scattered:
-        """Return what `read` returned, if the residuals of all ranks are of the same parameters; collective."""
+        """Return what `read` returned, if the residuals of all ranks belong to the same parameters; collective."""
         handshake(self._comm, {"residuals of": known.owing.names}, like=self._unit.own_shards(1)[0])
         return known
 
@@ -309,7 +309,7 @@ class GatheredWeights(_Sharded):
         group: Any,
         async_op: bool = False,  # noqa: ARG002 - it is complete on return
     ) -> None:
-        """Put the weights of all ranks, as all of them decode them, into ``output_tensor``."""
+        """Put the weights of all ranks into ``output_tensor``, with the same decoded values on all ranks."""
         if group.size() != self._comm.size:
             raise ValueError(
                 f"{self._unit.label} is gathered over {group.size()} ranks, but sharded over {self._comm.size}: "
@@ -358,7 +358,7 @@ class ReplicatedGradients:
     Parameters
     ----------
     unit, compressor, comm, terms
-        As for `ScatteredGradients`, but the ranks are those that have the same shards.
+        As for `ScatteredGradients`, but the ranks have the same shards.
     topology : str
         See `qcomp.CompressedMean`.
     """
@@ -461,7 +461,7 @@ class ReplicatedGradients:
         for one in saved:
             shards = read(one, "shards", Whole(), where)
             if shards != unit.shards:
-                raise ValueError(f"{unit.label} is in {unit.shards} shards; the state is of {shards}")
+                raise ValueError(f"{unit.label} is in {unit.shards} shards; the state has {shards}")
         trained = reduce(_common, map(self._trained_in, saved))
         own = [
             read(one, "mean", Entries(), where)
@@ -470,7 +470,7 @@ class ReplicatedGradients:
         ]
         if len(saved) == 1 and not own:
             raise ValueError(
-                f"the state is of shard {saved[0]['shard']} of {unit.label}; expected {unit.shard}"
+                f"the state belongs to shard {saved[0]['shard']} of {unit.label}; expected {unit.shard}"
             )
         return trained, own[0] if len(saved) == 1 else own
 
@@ -482,7 +482,7 @@ class ReplicatedGradients:
         unit = self._unit.only(names)
         if unit.names != names:
             raise ValueError(
-                f"{unit.label} has the parameters {self._unit.names}; the state is of {tuple(map(shown, names))}"
+                f"{unit.label} has the parameters {self._unit.names}; the state has {tuple(map(shown, names))}"
             )
         return unit
 
@@ -504,14 +504,14 @@ def _common(one: Unit, other: Unit) -> Unit:
     """Return the parameters of two saved states; raise ValueError if they differ."""
     if one.names != other.names:
         raise ValueError(
-            f"some states are of the parameters {one.names} of {one.label}, others of {other.names}: pass states that "
+            f"some states have the parameters {one.names} of {one.label}, others have {other.names}: pass states that "
             "were saved together"
         )
     return one
 
 
 def _require_same(before: Unit, now: Unit) -> None:
-    """Raise ValueError unless the parameters that owe a residual are those that have gradients now."""
+    """Raise ValueError unless the parameters with a residual are exactly the parameters with a gradient."""
     if before.names == now.names:
         return
     changes = {

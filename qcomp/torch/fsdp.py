@@ -64,7 +64,7 @@ def compress(
     feedback : bool, optional
         Whether error feedback adds what compression loses to the next gradients. By default True unless ``gradients``
         is unbiased. On each rank, residuals are as large as the gradients of the whole model, or with ``replicas`` as
-        large as those of the rank's shards.
+        large as the gradients of the rank's shards.
     topology : str, default "auto"
         Topology of the mean between ``replicas``, see `qcomp.CompressedMean`.
     exact : callable or None, default ExactBelow(10_000)
@@ -104,13 +104,13 @@ def compress(
 
     Notes
     -----
-    Per step, a rank of N sends (N - 1) / N of the payload of the whole gradient, and (N - 1) / N of that of the weights
-    each time they are gathered: twice where weights are freed after the forward pass. If some parameters of a module
-    have no gradient on any rank, its other gradients are compressed as one tensor, without regard to where a parameter
-    begins. Parameters that require no gradient are left out. If ``requires_grad`` changes later, compressors without
-    feedback go on with the parameters that require a gradient then; with feedback, the backward pass raises ValueError
-    on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++), 2023; Markov et al. (QSDP), ICML
-    2023.
+    Per step, a rank of N sends (N - 1) / N of the payload of the whole gradient, and (N - 1) / N of the payload of the
+    weights each time they are gathered: twice where weights are freed after the forward pass. If some parameters of a
+    module have no gradient on any rank, its other gradients are compressed as one tensor, without regard to where a
+    parameter begins. Parameters that require no gradient are left out. If ``requires_grad`` changes later, compressors
+    without feedback go on with the parameters that require a gradient then; with feedback, the backward pass raises
+    ValueError on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++), 2023; Markov et al.
+    (QSDP), ICML 2023.
 
     Examples
     --------
@@ -245,8 +245,8 @@ class Compression:
         ----------
         saved : mapping, or sequence of mappings
             What `state_dict` returned on this rank. Or a list of what it returned on all ranks that saved, in any
-            order. With another number of ranks, each rank continues with the mean of what the old ranks owed. With
-            ``replicas``, only the number of replicas may have changed, not that of the shards.
+            order. With another number of ranks, each rank continues with the mean of the old ranks' residuals. With
+            ``replicas``, only the number of replicas may have changed, not the number of shards.
 
         Raises
         ------
@@ -283,7 +283,7 @@ def _pass_on(_: NonFiniteError) -> None:
 
 
 def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the parts of the states to load: those of this rank's own, or of all ranks that saved."""
+    """Return the parts of the states to load: of this rank's own state, or of the states of all ranks that saved."""
     rank, size = dist.get_rank(), dist.get_world_size()
     given = [saved] if isinstance(saved, Mapping) else list(saved)
     for one in given:
@@ -368,6 +368,6 @@ def _require_place(units: Sequence[Unit], gradients: Compressor | None, between:
             )
         if between is None and gradients is not None and unit.shards == 1 and unit.copies > 1:
             raise ValueError(
-                f"{unit.label} is replicated over {unit.copies} ranks, over which FSDP2 sums exactly before it calls "
-                "any hook: replicate over a mesh of one rank, and pass the mesh of all ranks as replicas"
+                f"replicate over a mesh of one rank, and pass the mesh of all ranks as replicas: {unit.label} is "
+                f"replicated over {unit.copies} ranks, and FSDP2 sums over them exactly before it calls any hook"
             )

@@ -1,4 +1,4 @@
-"""The settings of parameter groups, which schedulers change between steps, as those of an optimizer of the core."""
+"""The settings of parameter groups, which schedulers change between steps, as settings of an optimizer of the core."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class _Rate:
     Parameters
     ----------
     last : float or None
-        The rate in the last step; if it is None, that of the next one counts as unchanged.
+        The rate in the last step; if it is None, the rate of the next step counts as unchanged.
     """
 
     def __init__(self, last: float | None) -> None:

@@ -22,7 +22,8 @@ class Muon(AveragingOptimizer):
     """Muon for matrices with compressed gradients and updates, AdamW for all else: `qcomp.Muon` as a torch optimizer.
 
     Name the embeddings and the output head in ``others``, or put them into a group with ``others=True`` or
-    ``use_muon=False``: nothing else tells them from the weights between hidden layers, and Muon suits only the latter.
+    ``use_muon=False``: nothing else distinguishes them from the weights between hidden layers, and Muon suits only
+    these.
 
     Parameters
     ----------
@@ -32,7 +33,7 @@ class Muon(AveragingOptimizer):
         ``use_muon``, as in Keller Jordan's ``MuonWithAuxAdam``: AdamW moves all tensors of a group where it is False,
         with the group's own ``lr``, ``betas`` and ``eps``; Muon those where it is True, with ``momentum``.
     lr : float, default 1e-3
-        Learning rate, a finite number >= 0; that of AdamW is ``adam_learning_rate_factor`` times it. Each group has its
+        Learning rate, a finite number >= 0; AdamW's is ``adam_learning_rate_factor`` times it. Each group has its
         own, which schedulers may change.
     weight_decay : float, default 0
         Weight decay coefficient, >= 0, decoupled. Each group has its own. The default of ``torch.optim.Muon`` is 0.1.
@@ -63,7 +64,7 @@ class Muon(AveragingOptimizer):
         Dtype of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as
         fast on GPUs and on CPUs that have it.
     adam_learning_rate_factor : float, optional
-        The learning rate of AdamW, as a factor of that of the group. None, the default, is 1 with
+        The learning rate of AdamW, as a factor of the group's. None, the default, is 1 with
         ``adjust_lr_fn="match_rms_adamw"``, or if a group has ``use_muon=False``; else 0.1.
     betas : tuple of two floats, default (0.9, 0.999)
         Decay rates of AdamW's momentum and variance, each from 0 to below 1. Each group may have its own.
@@ -85,7 +86,7 @@ class Muon(AveragingOptimizer):
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0. If False, an error on every rank tells that they
+        Whether all ranks get rank 0's parameters. If False, an error on every rank tells that they
         differ.
 
     See `qcomp.Muon` for the algorithm, what it sends, and its source. It averages by itself, so do not wrap the model
@@ -173,9 +174,9 @@ class Muon(AveragingOptimizer):
         for name, p, by_adam in zip(self._names, self._tensors, self.core_state.exact, strict=True):
             if by_adam and id(p) not in rates_of_adam:
                 raise ValueError(
-                    f"AdamW moves {name!r} of shape {tuple(p.shape)}, whose group has no use_muon=False, and so a "
-                    "learning rate of Muon: put it into a group with use_muon=False, which has the rate of AdamW, or "
-                    "pass adam_learning_rate_factor"
+                    f"AdamW moves {name!r} of shape {tuple(p.shape)}, but its group has the learning rate of Muon: "
+                    "put it into a group with use_muon=False, whose rate is AdamW's, or pass "
+                    "adam_learning_rate_factor"
                 )
 
     @staticmethod

@@ -74,11 +74,11 @@ class AveragingOptimizer(SavedOptimizer):
         Returns the optimizer of the core from its settings.
     comm : communicator or ProcessGroup, optional
         The ranks. By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`; with
-        ``model`` those of its process group.
+        ``model`` all ranks of its process group.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model whose backward pass the exchange overlaps with; it must have no communication hook.
     init_sync : bool, default True
-        Whether the parameters of all ranks become those of rank 0. With ``model`` DistributedDataParallel does that.
+        Whether all ranks get rank 0's parameters. With ``model`` DistributedDataParallel does that.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
@@ -133,7 +133,7 @@ class AveragingOptimizer(SavedOptimizer):
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Return the settings of the core that follow from those of `fixed`, with the names in each group."""
+        """Return the settings of the core that follow from `fixed`, with the names in each group."""
         return {
             "exact": exact_of(groups, names),
             "compressors": compressors_of(groups, names),
@@ -164,7 +164,7 @@ class AveragingOptimizer(SavedOptimizer):
         """
         if self._model is not None:
             raise RuntimeError(
-                "attach was called on an optimizer that has a model already; expected once, and not after model="
+                "call attach once, and not if you passed model=: this optimizer has a model already"
             )
         model = inside(model)
         names_of(self.param_groups, model)  # raises before anything is exchanged
@@ -188,7 +188,7 @@ class AveragingOptimizer(SavedOptimizer):
             raise
 
     def _other_place(self, model: Any) -> Exception | None:
-        """Return an error if this rank has another number among those of a model than among its own."""
+        """Return an error if this rank has another number in a model's process group than in its own communicator."""
         group = model.process_group
         here, there = (self._comm.rank, self._comm.size), (group.rank(), group.size())
         if here == there:
@@ -368,13 +368,13 @@ class AveragingOptimizer(SavedOptimizer):
             own = self.state.get(p, {})
             if not all(map(is_, map(own.get, shown), shown.values())):
                 raise RuntimeError(
-                    f"state has no longer the moments of {name!r} that the last step has left there, and steps do not "
-                    "read them there: make the optimizer again to begin with moments of zero, or use load_state_dict"
+                    f"state no longer has the moments of {name!r}, but steps do not read moments from state: to begin "
+                    "with moments of zero, make the optimizer again; to load others, use load_state_dict"
                 )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
-                "a parameter requires a gradient now that did not when the optimizer was made, which therefore never "
-                "averages it: make the optimizer again"
+                "create the optimizer again: a parameter requires a gradient now, but did not when the optimizer was "
+                "made, so the optimizer never averages its gradient"
             )
 
     def _require_no_scaler(self) -> None:
@@ -406,7 +406,7 @@ def _as_precise(grad: Any, p: Any) -> Any:
 def communicator(given: Any = None) -> Communicator:
     """Return a communicator: the given one, one of a given process group, or by default one of all ranks.
 
-    These are all ranks of torch.distributed if it is initialised, else those of `qcomp.comm.world`.
+    These are all ranks of torch.distributed if it is initialised, else all of `qcomp.comm.world`.
     """
     if given is not None:
         found: Communicator = over_ranks(given)

@@ -62,12 +62,12 @@ class OuterLoop:
         shards within a node need this too: each rank exchanges its own shards.
     buffers : bool, default True
         Whether a module's dense buffers become the same on all ranks once in ``every`` steps, with the last fragment.
-        Running means and variances, as of BatchNorm, become those of all ranks' data together. Ranges of quantisation's
-        observers become the range of all ranks, and histories of largest magnitudes (``amax``) their maximum. All
-        others become those of rank 0, as under DistributedDataParallel, since not all have a mean: that of unit vectors
-        is none. With False all stay on their ranks.
+        Running means and variances, as in BatchNorm, become the means and variances of all ranks' data together. Ranges
+        of quantisation's observers become the range of all ranks, and histories of largest magnitudes (``amax``) their
+        maximum. All others are copied from rank 0, as under DistributedDataParallel, since not all have a useful mean:
+        a mean of unit vectors is no unit vector. With False all stay on their ranks.
     init_sync : bool, default True
-        Whether parameters and shared buffers become those of rank 0 when the loop is made. If False, the ranks compare
+        Whether all ranks get rank 0's parameters and shared buffers when the loop is made. If False, the ranks compare
         the parameters only.
 
     Raises
@@ -213,7 +213,7 @@ class OuterLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's loop and parameters under one key, such as "rank 0 of 2".
 
-        Every rank saves its own dict, with those of its optimizers and, for buffers, that of its model; or see
+        Every rank saves its own dict, with the dicts of its optimizers and, for buffers, of its model; or see
         `gather_states`. As the keys differ, torch.distributed.checkpoint keeps the states of all ranks.
 
         Warns
@@ -241,9 +241,9 @@ class OuterLoop:
         Parameters
         ----------
         state_dict : dict, or list of dict
-            This rank's own, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or those of
-            all ranks that saved, see `qcomp.OuterLoop.load_state_dict`. In the warm-up, and of an exact loop at the end
-            of an outer round, also that of any one rank.
+            This rank's own, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or the
+            dicts of all ranks that saved, see `qcomp.OuterLoop.load_state_dict`. In the warm-up, and of an exact loop
+            at the end of an outer round, also that of any one rank.
         strict, lost
             As for `qcomp.OuterLoop.load_state_dict`.
 
@@ -266,7 +266,7 @@ class OuterLoop:
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Average the gradients in the warm-up: those that there are, or that a closure will compute."""
+        """Average the gradients in the warm-up: the present gradients, or the gradients that a closure will compute."""
         if not self._calls.enter(optimizer):
             return None
         if optimizer is self._trained.optimizers[0]:
@@ -360,7 +360,7 @@ def _has_stepped(optimizer: Any) -> bool:
 
 
 class _InnerSaves:
-    """Notices that the states of inner optimizers are saved without that of their loop.
+    """Notices that the states of inner optimizers are saved without their loop's.
 
     Attributes
     ----------
@@ -382,9 +382,10 @@ class _InnerSaves:
         if step and self._has_inner and not self.has_own and not self._has_warned:
             self._has_warned = True
             warn_caller(
-                f"the state of an inner optimizer was saved after step {step}, but not that of its OuterLoop: a run "
-                "that resumes without it begins a new loop, repeats its warm-up, and loses what the ranks owed. Save "
-                "outer.state_dict() too; where one rank saves for all, call outer.gather_states() on all ranks before"
+                f"the state of an inner optimizer was saved after step {step}, but the state of its OuterLoop was "
+                "not: a run that resumes without it begins a new loop, repeats its warm-up, and loses what the ranks "
+                "owed. Save outer.state_dict() too; where one rank saves for all, call outer.gather_states() on all "
+                "ranks before"
             )
         self._has_inner = self.has_own = False
 

@@ -40,12 +40,12 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     groups : sequence of mappings
         The ``param_groups``.
     model : torch.nn.parallel.DistributedDataParallel or None
-        The names are those within its module; without it the given ones, else numbers. Each is a `plain_name`.
+        The names are the names within its module; without it the given names, else numbers. Each is a `plain_name`.
 
     Raises
     ------
     ValueError
-        If the parameters are not those of the model.
+        If the parameters are not the model's.
     """
     of_model = None if model is None else {id(p): name for name, p in averaged_by(model)}
     found: list[list[str]] = []
@@ -66,8 +66,8 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     if of_model:
         raise ValueError(
             f"params lacks {', '.join(map(repr, list(of_model.values())[:3]))}, which model averages; expected all "
-            "parameters of model.module that require gradients, in groups if they differ. Two optimizers, as of a "
-            "generator and its discriminator, need a DistributedDataParallel each; where one has to hold both models, "
+            "parameters of model.module that require gradients, in groups if they differ. Two optimizers, as for a "
+            "generator and its discriminator, need a DistributedDataParallel each; if one must hold both models, "
             "leave out model= and register torch's noop_hook on it"
         )
     return found

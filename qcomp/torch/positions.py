@@ -1,4 +1,4 @@
-"""The entries of optimizers' states that are positions of parameters: whoever moves a parameter must move them too."""
+"""Copies of parameters inside optimizers' states: an outer loop that moves a parameter must move its copies too."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _DEPTH = 8
 class Positions:
     """Which entries of optimizers' states are positions, such as float32 copies of parameters in half precision.
 
-    An optimizer moves from its copy, not from the parameter. So what an outer loop writes into the parameter alone is
-    undone by the next step. An entry is a position if it once had the values of all its parameters, rounded to their
+    An optimizer moves from its copy, not from the parameter. So if an outer loop writes only into the parameter, the
+    next step undoes it. An entry is a position if it once had the values of all its parameters, rounded to their
     precision, after these had moved: before, a fixed reference equals them too, such as the start of Prodigy. Zeros are
     no evidence, since they equal a momentum of zero, and neither are single numbers, which may equal a count of steps.
     Where all parameters are constant or have not moved, an entry is one only while it equals them.

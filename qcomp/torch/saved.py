@@ -107,7 +107,7 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     Raises
     ------
     ValueError
-        If it is of another optimizer, or of other groups or parameters.
+        If it belongs to another optimizer, or to other groups or parameters.
     """
     _require("it", saved, Mapping)
     groups = read(saved, "param_groups", Several(), "state_dict")
@@ -143,8 +143,8 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     if not ours:
         raise ValueError(
             f"state_dict has the keys {sorted(map(shown, saved))}, but nothing of one of qcomp's optimizers; expected "
-            "what the state_dict of one returned on this rank, or a list with that of all ranks; OneBitAdam, QAdam and "
-            "ZeroOneAdam also take that of a torch.optim.AdamW"
+            "what the state_dict() of an optimizer returned on this rank, or a list with the results of all ranks; "
+            "OneBitAdam, QAdam and ZeroOneAdam also take the state_dict() of a torch.optim.AdamW"
         )
     now_of = _matched(then, names, sizes)
     return [
@@ -164,7 +164,8 @@ def groups_to_load(
 ) -> list[dict[str, Any]]:
     """Return the ``param_groups`` of an optimizer that continues with saved settings.
 
-    Parameters keep the names that they have, by which they were matched. Those without get the saved ones, as in torch.
+    Parameters keep the names that they have, by which they were matched. Groups without names get the saved names, as
+    in torch.
 
     Parameters
     ----------
@@ -281,7 +282,7 @@ def _inside_wrappers(names: Sequence[str | None]) -> list[str | None]:
 
 
 def _require(what: str, value: Any, kind: Any) -> None:
-    """Raise ValueError unless a part of a saved state is of a type."""
+    """Raise ValueError unless a part of a saved state has a type."""
     if not isinstance(value, kind):
         names = {Mapping: "a dict", int | str: "an integer or a text"}
         raise ValueError(f"{what} is {shown(value)}; expected {names.get(kind, 'a list')}")

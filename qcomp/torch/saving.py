@@ -82,12 +82,12 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         self._drive(stages, doing)
 
     def gather_states(self, to: int = 0) -> None:
-        """Give one rank what belongs to each, so that its `state_dict` is that of all ranks until the next step.
+        """Give one rank what belongs to each, so that its `state_dict` serves all ranks until the next step.
 
         For scripts and frameworks in which one rank saves for all. Every rank loads that dict. Collective: all ranks
-        call it, just before one saves. Each rank sends its residuals, and the one needs memory for those of all ranks;
-        with many ranks, let every rank save its own dict instead. Lightning and Fabric call it themselves, under the
-        name ``consolidate_state_dict`` that it has in ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+        call it, just before one saves. Each rank sends its residuals, and the gathering rank needs memory for all of
+        them; with many ranks, let every rank save its own dict instead. Lightning and Fabric call it themselves, under
+        the name ``consolidate_state_dict`` that it has in ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
         Parameters
         ----------
@@ -145,7 +145,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         }
 
     def _entries(self, whole: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the saved state of each parameter, by its place in the groups, from that of the core."""
+        """Return the saved state of each parameter, by its place in the groups, from the core's state."""
         state, optimizer = self.core_state, self._in_use()
         names = dict(zip(map(id, self._tensors), self._names, strict=True))
         every = [p for group in self.param_groups for p in group["params"]]
@@ -324,7 +324,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         return flattened(saved, names, sizes), saved["param_groups"]
 
     def _require_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the parameters in a state are those of this optimizer, or none."""
+        """Raise ValueError unless the parameters in a state are this optimizer's, or none."""
         if parameters and parameters.keys() != set(self._names):
             raise ValueError(
                 f"it has {len(parameters)} parameters, {some(parameters)}; expected {some(self._names)}"

@@ -9,8 +9,8 @@ import torch
 
 from qcomp.core.mean.stages import Stages
 from qcomp.core.optimizers.unused import used_anywhere, warn_of_no_gradient
+from qcomp.core.outer.fragment_state import take
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
-from qcomp.core.outer.parts import take
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, wrapped_in
 from qcomp.private_names.torch import found_inf, grad_scale, runs_hooks, take_off_scale
@@ -49,9 +49,9 @@ class Trained:
         for number, one in enumerate(optimizers):
             if not runs_hooks(one):
                 raise TypeError(
-                    f"optimizer {number} is a {type(one).__name__}, for whose steps torch runs no hooks, since its "
-                    "__init__ does not call that of torch.optim.Optimizer: the loop would never notice a step. Call it "
-                    "there, or give the loop the optimizer inside"
+                    f"optimizer {number} is a {type(one).__name__}, whose __init__ does not call "
+                    "torch.optim.Optimizer.__init__, so torch runs no hooks and the loop would never notice a step. "
+                    "Call it there, or give the loop the optimizer inside"
                 )
         named = _named(model)
         self.optimizers = optimizers

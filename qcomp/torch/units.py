@@ -20,7 +20,7 @@ _state_of = fsdp_state_of()
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters of one ``fully_shard``, of which every rank has a shard.
+    """The parameters of one call of ``fully_shard``; every rank has a shard of them.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qcomp.core import coding
 from qcomp.core.coding import range_coder, rans
 from qcomp.core.coding.bits import BitReader
-from qcomp.core.coding.classes import class_of, smallest, spare_bits
+from qcomp.core.coding.integer_classes import class_of, smallest, spare_bits
 from qcomp.core.coding.model import FINEST, FLAT, UNITS_BITS, _coarser, finest, fit, flat, read
 from qcomp.core.errors import PayloadError
 

@@ -517,7 +517,7 @@ class TestErrors:
         opt = sgd()
         params = [np.zeros(s, np.float32) for s in SHAPES]
         states = run_local(2, lambda comm: opt.init(params, comm))
-        with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 0 of 2"):
+        with pytest.raises(ValueError, match="comm is rank 0 of 1; state belongs to rank 0 of 2"):
             qcomp.Diagnostics(opt).step(params, params, states[0], qcomp.comm.LocalCommunicator.alone())
 
     def test_non_finite_raises_on_all_ranks(self):

@@ -185,7 +185,7 @@ class TestState:
     def test_of_another_rank_is_an_error(self):
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         _, state = start(mean, [np.zeros(10)], 2)
-        with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 1 of 2"):
+        with pytest.raises(ValueError, match="comm is rank 0 of 1; state belongs to rank 1 of 2"):
             mean(np.zeros(10), state, qcomp.comm.LocalCommunicator.alone())
 
 

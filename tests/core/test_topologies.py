@@ -122,7 +122,7 @@ def test_a_state_of_another_topology_is_an_error(name, other):
         return
     x, c = np.ones(40, dtype=np.float32), qcomp.ScaledSign(16)
     state = CompressedMean(c, other).zeros([x], rank=0, size=1)
-    with pytest.raises(ValueError, match=f"state is of topology '{other}'; this mean is '{name}'"):
+    with pytest.raises(ValueError, match=f"state has topology '{other}'; this mean has '{name}'"):
         CompressedMean(c, name)(x, state, qcomp.comm.LocalCommunicator.alone())
 
 

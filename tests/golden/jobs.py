@@ -16,7 +16,7 @@ import numpy as np
 import qcomp
 from qcomp.core.mean.stages import AllToAll
 from qcomp.testing import lockstep
-from qcomp.testing.turns import watched
+from qcomp.testing.one_thread import watched
 from qcomp.version import version_and_sources
 from tests.optimizers.every import EVERY, QSGD
 

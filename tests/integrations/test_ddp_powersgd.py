@@ -19,8 +19,8 @@ def hooked(*args, compressor=qcomp.Identity(), **how):
 def test_means_do_not_depend_on_the_buckets(said, limit):
     """Nor on how many of them make their exchanges together."""
     body = f"""{HOOK}
-from qcomp.integrations.ddp import conveyor
-conveyor._JOINED_BYTES = {limit}
+from qcomp.integrations.ddp import exchange_thread
+exchange_thread._JOINED_BYTES = {limit}
 alone = network()
 mean = qcomp.PowerSGDMean(rank=2, min_compression=1)
 kept = mean.init([p.detach() for p in alone.parameters()], comm)
@@ -64,12 +64,12 @@ say(len(started))
 @pytest.mark.slow
 def test_a_bucket_is_not_exchanged_in_parts(said):
     body = f"""{HOOK}
-from qcomp.integrations.ddp.conveyor import Conveyor
-parts, put = [], Conveyor.put
+from qcomp.integrations.ddp.exchange_thread import ExchangeThread
+parts, put = [], ExchangeThread.put
 def counted(self, jobs, *, last):
     parts.append(len(jobs))
     put(self, jobs, last=last)
-Conveyor.put = counted
+ExchangeThread.put = counted
 for how in ({{}}, {{"averaging": qcomp.Averaging()}}):
     model, _ = hooked(10**6, exact_iterations=0, **how)
     loss(model, 0).backward()  # the first pass also compares the ranks' gradients
@@ -212,8 +212,8 @@ def test_wrong_settings(said):
     body = """
 model = wrapped()
 for arguments, words in (
-    ({"topology": "ring"}, "expected averaging alone"),
-    ({"feedback": False}, "expected averaging alone"),
+    ({"topology": "ring"}, "pass averaging, or feedback and topology, not both"),
+    ({"feedback": False}, "pass averaging, or feedback and topology, not both"),
 ):
     try:
         ddp.hook(qcomp.Identity(), model, averaging=qcomp.PowerSGD(), **arguments)

@@ -108,7 +108,7 @@ optimizer.load_state_dict(saved)
 try:
     optimizer.step()
 except RuntimeError as error:
-    assert "step was called without a whole backward pass" in str(error), error
+    assert "step was called, but since the last step no backward pass" in str(error), error
 else:
     raise AssertionError("a step applied averages of before")
 optimizer.zero_grad()

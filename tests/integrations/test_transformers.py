@@ -76,7 +76,7 @@ run(None, folder="{0}/other", seed=7)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     run(saved, folder="{0}/other")
-assert "no qcomp_hook.pt is of the checkpoint of step 5" in "".join(str(one.message) for one in told)
+assert "no qcomp_hook.pt belongs to the checkpoint of step 5" in "".join(str(one.message) for one in told)
 if torch.distributed.get_rank() == 1:
     shutil.copytree(saved, saved := "{0}/bare", ignore=shutil.ignore_patterns("qcomp_hook.pt"))
 assert whole == run(saved, folder="{0}/empty", resume_from_checkpoint=saved)

@@ -211,5 +211,5 @@ except RuntimeError as error:
     say(error)
 """
     for (line,) in said(2, body, check=False):
-        assert "no averaged gradient of 'always', 'sometimes', 'never'" in line
+        assert "no backward pass has averaged the gradient of 'always', 'sometimes', 'never'" in line
         assert "find_unused_parameters=True" in line

@@ -172,14 +172,14 @@ class TestInjectedSettings:
     @pytest.mark.parametrize("name", ["freeze", "b1", "b2", "eps", "weight_decay", "variance_floor"])
     def test_a_number_that_must_be_static(self, name):
         others = [static for static in self.STATIC if static != name]
-        with pytest.raises(TypeError, match=rf"{name} is Array\(.* Inject the learning rate alone: .*lambda"):
+        with pytest.raises(TypeError, match=rf"{name} is Array\(.* Inject the learning rate only: .*lambda"):
             self.injected(others)
 
     @pytest.mark.parametrize(
         "policy", [{}, {"exact": None, "compressors": qcomp.ByName({"*": qcomp.ScaledSign()})}]
     )
     def test_a_policy_that_must_be_static(self, policy):
-        with pytest.raises(TypeError, match=r"tensors is .* Inject the learning rate alone: .*lambda"):
+        with pytest.raises(TypeError, match=r"tensors is .* Inject the learning rate only: .*lambda"):
             self.injected((), **policy)
 
 

@@ -160,7 +160,7 @@ class TestErrors:
             self.step(params_of(), grads)
 
     def test_a_state_of_other_parameters(self):
-        with pytest.raises(ValueError, match=r"params has arrays at .*; state is of"):
+        with pytest.raises(ValueError, match=r"params has arrays at .*; state has"):
             self.step({"w": jnp.ones(8)}, {"w": jnp.ones(8)})
 
     def test_a_mean_of_a_tree_with_other_names(self):
@@ -168,7 +168,7 @@ class TestErrors:
         allreduce, comm = qcomp.jax.PytreeMean(qcomp.CompressedMean(qcomp.ScaledSign(bucket_size=8))), ALONE()
         one, other = {"a": np.ones(8, np.float32)}, {"b": np.ones(8, np.float32)}
         _, state = allreduce(one, allreduce.init(one, comm), comm)
-        with pytest.raises(ValueError, match=r"tree has arrays at \('b',\); state is of \('a',\)"):
+        with pytest.raises(ValueError, match=r"tree has arrays at \('b',\); state has \('a',\)"):
             allreduce(other, state, comm)
         allreduce(one, state, comm)
 

@@ -283,7 +283,7 @@ def test_a_correct_communicator_passes(correct):
 
 
 def test_an_object_that_is_not_a_communicator_is_refused():
-    with pytest.raises(TypeError, match="comm is 3; expected a communicator, which has rank, size"):
+    with pytest.raises(TypeError, match="comm is 3; expected a communicator, but it lacks rank, size"):
         check_communicator(3)
     alone = LocalCommunicator.alone()
     check_communicator(alone)

@@ -368,5 +368,5 @@ class TestArguments:
     def test_a_state_of_another_rank(self):
         opt = qcomp.Adam(learning_rate=0.1)
         state = opt.initial_state([np.ones(2)], ("0",), rank=1, size=2)
-        with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 1 of 2"):
+        with pytest.raises(ValueError, match="comm is rank 0 of 1; state belongs to rank 1 of 2"):
             opt.step(np.ones(2), np.ones(2), state, LocalCommunicator.alone())

@@ -381,7 +381,9 @@ class TestErrors:
 
     def test_a_step_before_the_first_epoch(self):
         opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
-        with pytest.raises(ValueError, match="state is of stage 'start'; expected 'epoch': call begin_epoch"):
+        with pytest.raises(
+            ValueError, match="state is in the stage 'start'; expected 'epoch': call begin_epoch"
+        ):
             opt.step(y, (y, y), opt.init(y, comm), comm)
 
     def test_gradients_must_be_a_pair(self):
@@ -411,7 +413,7 @@ class TestErrors:
     def test_of_another_rank(self):
         opt, comm, y = qsvrg(), LocalCommunicator.alone(), self.Y
         state = opt.initial_state([y], ("0",), rank=1, size=2)
-        with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 1 of 2"):
+        with pytest.raises(ValueError, match="comm is rank 0 of 1; state belongs to rank 1 of 2"):
             opt.begin_epoch(y, y, state, comm)
 
     def test_a_stage_of_another_optimizer(self):

@@ -159,10 +159,10 @@ def test_two_optimizers_of_one_job_draw_different_numbers():
     [
         (
             lambda x: x.astype(">f4"),
-            r"an array has dtype '>f4', of another byte order; expected .* x.astype\('float32'\)",
+            r"an array has dtype '>f4', in another byte order; expected .* x.astype\('float32'\)",
         ),
-        (np.matrix, "a numpy.matrix, whose operators differ from those of arrays; expected a numpy.ndarray"),
-        (np.ma.masked_array, "a numpy.MaskedArray, whose operators differ from those of arrays"),
+        (np.matrix, "a numpy.matrix, whose operators differ from an array's; expected a numpy.ndarray"),
+        (np.ma.masked_array, "a numpy.MaskedArray, whose operators differ from an array's"),
     ],
     ids=["byte order", "matrix", "masked"],
 )
@@ -210,8 +210,8 @@ def test_parameters_come_back_as_they_were_given(make, finite):
             lambda shapes: [*shapes[:2], (1,)],
             r"params\[2\], the parameter '2', has shape \(1,\); expected \(3,\)",
         ),
-        (lambda shapes: shapes[:2], "params has 2 arrays; state is of 3"),
-        (lambda shapes: [*shapes, (4,)], "params has 4 arrays; state is of 3"),
+        (lambda shapes: shapes[:2], "params has 2 arrays; state has 3"),
+        (lambda shapes: [*shapes, (4,)], "params has 4 arrays; state has 3"),
     ],
     ids=["turned", "smaller", "fewer", "more"],
 )
@@ -246,9 +246,9 @@ class Matrix(np.matrix):
 @pytest.mark.parametrize("kind", [np.ma.MaskedArray, Masked, np.matrix, Matrix])
 def test_arrays_with_other_operators(kind):
     x = np.ones((2, 3), np.float32).view(kind)
-    with pytest.raises(TypeError, match="whose operators differ from those of arrays"):
+    with pytest.raises(TypeError, match="whose operators differ from an array's"):
         OPT.init([x], LocalCommunicator.alone())
-    with pytest.raises(TypeError, match="whose operators differ from those of arrays"):
+    with pytest.raises(TypeError, match="whose operators differ from an array's"):
         qcomp.ScaledSign().compress(x)
 
 

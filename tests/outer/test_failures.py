@@ -189,9 +189,9 @@ def test_parameters_of_other_shapes_are_refused():
         TypeError, match=r"params\[0\], the parameter '0', has dtype float64; expected one that is computed"
     ):
         next(job.loop.stages([x.astype(np.float64) for x in begun()], job.states[0]))
-    with pytest.raises(ValueError, match="params has 3 arrays; state is of 4"):
+    with pytest.raises(ValueError, match="params has 3 arrays; state has 4"):
         next(job.loop.stages(begun()[:3], job.states[0]))
-    with pytest.raises(ValueError, match="comm is rank 0 of 1; state is of rank 0 of 2"):
+    with pytest.raises(ValueError, match="comm is rank 0 of 1; state belongs to rank 0 of 2"):
         Job(loop_of(), 2).loop.step(
             begun(), Job(loop_of(), 2).states[0], qcomp.comm.LocalCommunicator.alone()
         )

@@ -11,7 +11,7 @@ from qcomp.core.mean.stages import AllToAll
 from qcomp.core.outer.fragments import assign, due
 from qcomp.testing import lockstep
 from qcomp.testing.means import owed
-from qcomp.testing.turns import watched
+from qcomp.testing.one_thread import watched
 from tests.outer.jobs import LARGE, SHAPES, SIGN, Job, begun, loop_of, moves
 
 PLAIN = qcomp.OuterLoop(every=1)

@@ -193,8 +193,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "error", "words"),
         [
-            ({"methods": {}}, ValueError, "methods is {}; expected names"),
-            ({"methods": [EXACT]}, ValueError, "expected names with a qcomp.CompressedMean each"),
+            ({"methods": {}}, ValueError, "methods is {}; expected a qcomp.CompressedMean"),
+            ({"methods": [EXACT]}, ValueError, "expected a qcomp.CompressedMean for each name"),
             ({"methods": {"a": qcomp.ScaledSign()}}, TypeError, "methods has 'a'"),
             ({"methods": {1: EXACT}}, TypeError, "methods has 1"),
             ({"methods": {"a": qcomp.EF21Mean(qcomp.TopK(2, 16))}}, ValueError, "whose state is no residual"),

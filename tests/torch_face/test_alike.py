@@ -226,14 +226,14 @@ class TestOtherCalls:
         model = copy.deepcopy(NETWORKS[0])
         optimizer = face("OneBitAdam", model, None)
         optimizer.state = defaultdict(dict)
-        with pytest.raises(RuntimeError, match=r"state has no longer the moments of '0\.weight'"):
+        with pytest.raises(RuntimeError, match=r"state no longer has the moments of '0\.weight'"):
             optimizer.step()
 
     def test_a_moment_that_a_script_replaces_is_an_error(self):
         model = copy.deepcopy(NETWORKS[0])
         optimizer = face("QAdam", model, None)
         optimizer.state[model[0].bias]["momentum"] = torch.ones(10)
-        with pytest.raises(RuntimeError, match=r"state has no longer the moments of '0\.bias'"):
+        with pytest.raises(RuntimeError, match=r"state no longer has the moments of '0\.bias'"):
             optimizer.step()
 
     def test_what_is_no_communicator_is_an_error_that_says_what_to_pass(self):

@@ -938,7 +938,8 @@ REFUSALS = {
     ),
     "replicate": (
         "compress(replicate(network(), mesh=everyone))",
-        "ValueError: the model is replicated over 2 ranks, over which FSDP2 sums exactly before it calls any hook",
+        "ValueError: replicate over a mesh of one rank, and pass the mesh of all ranks as replicas: the model is "
+        "replicated over 2 ranks",
     ),
     "replicas": (
         "compress(sharded(), replicas=3)",

@@ -234,7 +234,7 @@ class TestMistakes:
 
     def test_a_step_without_zero_grad(self):
         error = self.alone(lambda outer, *_: outer.step())
-        assert "step was called without zero_grad before it" in str(error)
+        assert "call zero_grad before step" in str(error)
 
     def test_a_step_of_the_inner_optimizer(self):
         def use(outer: Any, model: Any, inner: Any) -> None:
@@ -242,8 +242,9 @@ class TestMistakes:
             backward(model, 0)
             inner.step()
 
-        assert "step was called on the SGD that a qcomp.torch.ft.ElasticOuterLoop was given" in str(
-            self.alone(use)
+        assert (
+            "call step on the qcomp.torch.ft.ElasticOuterLoop, not on the SGD that it was made with"
+            in str(self.alone(use))
         )
 
     def test_a_parameter_that_the_loop_does_not_know(self):

@@ -429,7 +429,7 @@ class TestOuterLoops:
         assert told(2, lambda comm: main(comm, True, True))[1] == []
         warned = told(2, lambda comm: main(comm, False, True))[1]
         assert len(warned) == 1
-        assert "saved after step 4, but not that of its OuterLoop" in warned[0]
+        assert "saved after step 4, but the state of its OuterLoop was not" in warned[0]
         assert "outer.gather_states() on all ranks" in warned[0]
         warned = told(2, lambda comm: main(comm, True, False))[1]
         assert len(warned) == 2

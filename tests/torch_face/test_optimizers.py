@@ -994,7 +994,7 @@ def test_frozen_parameters_are_left_out_until_they_require_a_gradient():
     model[0].weight.requires_grad_(True)
     backward(model, 0, 2)
     with pytest.raises(
-        RuntimeError, match="requires a gradient now that did not when the optimizer was made"
+        RuntimeError, match="requires a gradient now, but did not when the optimizer was made"
     ):
         optimizer.step()
 
@@ -1285,7 +1285,7 @@ class TestUseMuon:
             (
                 {"use_muon": True, "betas": (0.9, 0.9)},
                 ValueError,
-                r"AdamW moves '2' of shape \(31,\), whose group has no",
+                r"AdamW moves '2' of shape \(31,\), but its group has",
             ),
             ({"use_muon": 1}, TypeError, r"param_groups\[2\] has use_muon=1; expected True or False"),
             (

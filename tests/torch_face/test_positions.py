@@ -453,7 +453,7 @@ class TestMistakes:
 
     def test_an_optimizer_without_hooks(self):
         params = fresh()
-        with pytest.raises(TypeError, match="optimizer 0 is a Bare, for whose steps torch runs no hooks"):
+        with pytest.raises(TypeError, match="optimizer 0 is a Bare, whose __init__ does not call"):
             qcomp.torch.OuterLoop(params, self.Bare(params), qcomp.outer.local_sgd(2), comm=ALONE)
 
 

@@ -319,7 +319,8 @@ if name == "hook":
     assert end == trained(f"{folder}/whole", TOTAL)[1]
 else:
     _, _, told = trained(f"{folder}/alone", TOTAL - 1, saves=False)
-    assert len(told) == (me == 0) and all("saved after step 3, but not that of its OuterLoop" in t for t in told), told
+    assert len(told) == (me == 0), told
+    assert all("saved after step 3, but the state of its OuterLoop was not" in t for t in told), told
     _, _, told = trained(f"{folder}/alone", TOTAL, f"{folder}/alone/checkpoint-3", saves=False)
     assert "a warm-up of 1 steps begins, but optimizer 0 has made steps before" in told[0], told
 """

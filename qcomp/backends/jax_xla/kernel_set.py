@@ -1,4 +1,4 @@
-"""The kernel set for JAX arrays."""
+"""The kernel set for JAX arrays: which calls run compiled programs, and which the pure version."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Decoder(NamedTuple):
 def encoder_of(
     run: EncodeRun, bucket_size: int, x: Floats, data_out: Bytes, blend: Mix | None, bucket: int = 0
 ) -> Encoder:
-    """Return the encoder of one array, whose draws begin with those of bucket ``bucket``."""
+    """Return the encoder of one array, whose draws begin at bucket ``bucket``."""
     m, weights = (None, None) if blend is None else (blend[0], (np.float32(blend[1]), np.float32(blend[2])))
     return Encoder(run, bucket_size, x, encoded_vectors(x, bucket_size, data_out, m, bucket), weights)
 

@@ -11,7 +11,7 @@ from numba import extending, types
 from qcomp.backends.numba_cpu.coding_range import as_int
 from qcomp.backends.numba_cpu.jit import Bytes, Words, borrow, inline, kernel
 from qcomp.core.coding.gaps import FIRST_LOWEST, FIRST_RATIO, LARGEST, SMALLEST, Plain, Shape, longest
-from qcomp.core.compressors.kept_values import DROPPED_BITS
+from qcomp.core.compressors.sparse_levels import DROPPED_BITS
 from qcomp.core.errors import PayloadError
 
 __all__ = ["decode", "encode"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qcomp.backends.numba_cpu.jit import Bytes, Halves, Longs, borrow, inline, kernel
-from qcomp.core.coding.classes import class_of
+from qcomp.core.coding.integer_classes import class_of
 from qcomp.core.coding.model import UNITS_BITS, Model
 from qcomp.core.coding.rans import LOW
 from qcomp.core.errors import PayloadError

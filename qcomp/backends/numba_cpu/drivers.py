@@ -102,7 +102,7 @@ def decoder(
     """Return the kernel that decompresses the buckets of a table, each one of all ranks' payloads in turn.
 
     ``decode_bucket(data, layout, start, bucket, adds, out, own)`` decompresses a bucket into ``out``, where ``adds`` is
-    `WRITE`, `ADD` or `ADD_AGAIN`. The other parameters are those of `encoder`.
+    `WRITE`, `ADD` or `ADD_AGAIN`. The other parameters are as for `encoder`.
     """
 
     def decode(

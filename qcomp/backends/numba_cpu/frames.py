@@ -181,7 +181,7 @@ class Alike(NamedTuple):
         return Decoded(rows, payloads, self.ends)
 
     def of_each_frame(self, messages: Longs) -> Longs:
-        """Return the addresses of the payloads in a message of each frame."""
+        """Return, for each frame, the addresses of the payloads in its message."""
         return (messages[self.frames] + self.offsets)[:, None]
 
     def of_each_rank(self, messages: Longs) -> Longs:

@@ -165,7 +165,7 @@ def kernel(signature: str, name: str | None = None) -> Callable[[Callable[..., A
 
 
 class _Locator:
-    """Tells numba where a compiled kernel is stored, and when it is out of date."""
+    """Gives numba the place of a compiled kernel on disk, and a stamp that shows when it is out of date."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         self._py_file = function.__code__.co_filename  # numba names it in warnings

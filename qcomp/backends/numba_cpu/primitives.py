@@ -1,6 +1,6 @@
 """Building blocks of the kernels: loops over one bucket, which stays in the first-level cache between these loops.
 
-The arithmetic equals that of `qcomp.core`, operation by operation. Loops that read a vector from memory run straight
+The arithmetic equals the core's, operation by operation. Loops that read a vector from memory run straight
 through it, in the order that prefetchers expect.
 """
 

@@ -34,7 +34,7 @@ from qcomp.backends.numba_cpu.primitives import (
     tree_sum,
 )
 from qcomp.core.coding.bits import bytes_below
-from qcomp.core.compressors.kept_values import DROPPED_BITS
+from qcomp.core.compressors.sparse_levels import DROPPED_BITS
 
 __all__ = ["decode_topk", "encode_topk"]
 

@@ -189,7 +189,7 @@ def _momentum(
 
 
 _CACHED = 1 << 11
-"""Elements per pass, few enough that those of four vectors stay in the first-level cache between two loops."""
+"""Elements per pass, few enough that four vectors' passes stay in the first-level cache between two loops."""
 
 
 @kernel("void(f32_in, f32_in, float32, float32, f32, f32, int64, int64)")

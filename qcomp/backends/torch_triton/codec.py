@@ -42,7 +42,7 @@ class Family(NamedTuple):
     encode: Any
     """Stores the codes and scales of a tile p, and returns the values that they stand for.
 
-    Its parameters are those of ``_encode`` in the families. The tile holds ``count`` buckets from bucket ``first`` on,
+    It has the parameters of ``_encode`` in the families. The tile holds ``count`` buckets from bucket ``first`` on,
     each with ``filled`` elements in planes of ``width`` lanes; ``inside`` is the mask of its elements. The second scale
     is None if the payload has one. ``stream`` holds the first three arguments of
     `qcomp.backends.torch_triton.philox.draws16`.
@@ -150,7 +150,7 @@ def decode(family: Family, parts: Mapping[str, Any], out: Tensor, *, accumulate:
 
 
 def _fields(parts: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the codes, the first scales, and the second ones or None."""
+    """Return the codes, the first scales, and the second scales or None."""
     codes, scales, *others = parts.values()
     return codes, scales, others[0] if others else None
 

@@ -102,7 +102,7 @@ def elements_inside(
     LENGTH: tl.constexpr,
     TAIL: tl.constexpr,
 ) -> tl.tensor:
-    """Return the mask of a tile's elements that exist: those of ``count`` buckets, or the tail's first ``filled``."""
+    """Return the mask of a tile's elements that exist: all of ``count`` buckets, or the tail's first ``filled``."""
     if TAIL:
         inside = (tl.arange(0, LENGTH // 8)[None, None, :] < width) & (offsets < filled)
     else:

@@ -1,4 +1,4 @@
-"""The base of the three optimizers: a first call that does no step, two stages, masks, and errors in the state."""
+"""The base of the three optimizers: a first call without a step, two stages, masks, and errors in the state."""
 
 import math
 from abc import abstractmethod

@@ -1,1 +1,1 @@
-"""Saved states: their format, and how one world loads those of another."""
+"""Saved states: their format, and how a world of other ranks loads them."""

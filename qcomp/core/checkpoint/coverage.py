@@ -1,4 +1,4 @@
-"""How parts cover a tensor: pure integers."""
+"""Checks that parts cover a tensor equally often, or are disjoint: pure integers."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -187,7 +187,7 @@ def require_intact(entries: Mapping[str, Any]) -> None:
 
 
 def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> dict[str, Any]:
-    """Return a dict with other names of the parameters, whose digests fit as well as before.
+    """Return a dict with the parameters renamed; its digests fit if they fitted before.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> 
 
 
 def replaced(saved: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a dict with another value of an entry, whose digest fits as well as before."""
+    """Return a dict with another value of an entry; its digest fits if it fitted before."""
 
     def told_now(told: dict[str, Any]) -> dict[str, Any]:
         fits = told.get(key) == _digest_of(key, saved[key])
@@ -232,7 +232,7 @@ def _changed(digests: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 
 def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each entry but the digests; equal entries have equal ones in all libraries and formats."""
+    """Return the digest of each other entry; equal entries have equal digests in all libraries and formats."""
     return {key: _digest_of(key, entries[key]) for key in sorted(entries) if key != DIGESTS}
 
 

@@ -1,4 +1,4 @@
-"""Saved dicts of several ranks: sending all to one rank, as pure stages, and one dict that has those of each."""
+"""Saved dicts of several ranks: sending all to one rank, as pure stages, and joining them in one dict."""
 
 import json
 import math
@@ -29,10 +29,10 @@ def rank_of(key: Any) -> tuple[int, int] | None:
 
 
 def states_in(saved: Any, rank: int, size: int) -> Any:
-    """Return what the core loads from a dict with the states of ranks under keys of `of_rank`, or from a list of such.
+    """Return what the core loads from a dict with the states of ranks under keys of `of_rank`, or a list of such dicts.
 
-    That is the state of this rank; or, if one of as many ranks has saved alone, its state, which may fit every rank;
-    else a list of all states. Anything else is returned as it is.
+    This is the state of this rank; or, if only one of as many ranks has saved, that rank's state, which may fit every
+    rank; otherwise a list of all states. Anything else is returned as it is.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Descriptions of saved dicts, which the ranks exchange before they resume in another world.
 
-A dict without arrays that its rank alone has fits every rank.
+If a dict has no arrays that only its rank has, it fits every rank.
 """
 
 import math
@@ -57,7 +57,7 @@ _LONGEST = 100
 
 
 class Described(Protocol):
-    """What describes its states, an optimizer or an outer loop; see `qcomp.core.optimizers.replica.Replica`."""
+    """The optimizer or outer loop whose states these are; see `qcomp.core.optimizers.replica.Replica`."""
 
     resizes: bool
 
@@ -266,7 +266,7 @@ def phrase(kinds: Sequence[str]) -> str:
 
 
 def as_of_rank(saved: Mapping[str, Any], rank: int, size: int, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one rank, which fits every rank, as that of another; residuals are those of ``template``."""
+    """Return the state of one rank, which fits every rank, for another rank; residuals are taken from ``template``."""
     found = {key: value for key, value in saved.items() if kind_of(key) not in _RESIDUALS}
     if len(found) < len(saved):
         found |= {key: x for key, x in template.items() if kind_of(key) in _RESIDUALS}

@@ -1,4 +1,4 @@
-"""Resuming a saved state in another world: on other ranks, each of which may have only a part of the state."""
+"""Resuming a saved state on another number of ranks, of which each may have only a part of the state."""
 
 import json
 import math
@@ -148,7 +148,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     ring, gets the Nth part of that worker residual: the share that it would have contributed to the mean as a worker.
     Where arrays of old ranks are lost, the total lacks their residuals, the optimizer's own kinds are means over the
     other ranks, and arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old
-    ranks, so no more is repaid than is owed; in a hierarchy, whose nodes share residuals, less is.
+    ranks, so no residual counts more than once; in a hierarchy, where ranks of a node share residuals, a part is lost.
 
     Parameters
     ----------
@@ -440,7 +440,7 @@ def _unmerged(
     *,
     averaged: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return the arrays that need no arithmetic: those that are equal in all dicts, and those that exist once."""
+    """Return the arrays that need no arithmetic: arrays that are equal in all dicts, and arrays that exist once."""
     first = min(by)
     apart = (WORKER, SERVER, *averaged, *world.owned_kinds)
     arrays = {}

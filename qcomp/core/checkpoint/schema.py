@@ -160,7 +160,7 @@ class NumericArray:
         """Return the array."""
         if not _is_array(value):
             raise TypeError
-        itemsize(dtype_name(value.dtype))  # raises for dtypes without a size, such as those of texts
+        itemsize(dtype_name(value.dtype))  # raises for dtypes without a size, such as dtypes of texts
         return value
 
 

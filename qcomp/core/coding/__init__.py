@@ -93,7 +93,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
     levels, negative = _view(levels), _view(negative)
     if len(levels) != 2 * len(negative):
         raise ValueError(
-            f"levels has {len(levels)} bytes; expected {2 * len(negative)}, twice those of negative"
+            f"levels has {len(levels)} bytes; expected {2 * len(negative)}, two for each byte of negative"
         )
     coders = _loops()
     bad = coders.first_invalid(levels, negative, largest)
@@ -113,8 +113,7 @@ def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytear
 
     Parameters
     ----------
-    coding, largest
-        Those of `encode`.
+    coding, largest As for `encode`.
     data : bytes-like
         What `encode` returned.
     size : int

@@ -1,4 +1,4 @@
-"""Bits to bytes and back, the most significant bit of a byte first, the last byte filled up with zeros.
+"""Conversion of bits to bytes and back: the most significant bit of a byte first, the last byte padded with zeros.
 
 And 16-bit numbers to bytes and back, in little endian on every machine.
 """
@@ -104,7 +104,7 @@ class BitReader:
 
 
 def bytes_below(end: int) -> int:
-    """Return how many bytes hold any number below ``end``, at least one.
+    """Return the bytes needed for numbers from 0 to ``end - 1``, at least 1.
 
     Examples
     --------

@@ -2,18 +2,18 @@
 
 The plain payload has k entries for each bucket, or one for each element of a bucket shorter than k. With b bits for a
 sign and a level, an entry is position * 2^b + sign * 2^(b - 1) + level, in 1 to 3 bytes. Positions rise within a
-bucket; the low bytes of all entries come first. An entry is unused if its position is not above that of the entry
-before it in its bucket; in a bucket whose lowest level is 0, all entries are unused. After the entries, at a multiple
-of 4 bytes, come the lowest levels of all buckets and then their steps. These scales are float32 with zeros in the last
-20 bits; the bits above them are called the *number* of a scale here.
+bucket; the low bytes of all entries come first. An entry is unused if its position is not above the position of the
+entry before it in its bucket; in a bucket whose lowest level is 0, all entries are unused. After the entries, at a
+multiple of 4 bytes, come the lowest levels of all buckets and then their steps. These scales are float32 with zeros in
+the last 20 bits; the bits above them are called the *number* of a scale here.
 
 The code of a bucket of n elements, of which c are kept, at most K = min(k, n):
 
 - a 1 if c = K; else a 0, and c in as many bits as K - 1 has;
-- if c > 0: the number of the lowest level, minus that of the previous bucket with c > 0, or minus `FIRST_LOWEST` if
-  there is none; then, if b > 1, the number of the step minus that of the lowest level, minus the same difference in the
-  previous bucket with c > 0, or minus `FIRST_RATIO`. A difference d is sent as u = 2d, or as u = -2d - 1 if d is
-  negative: the gamma code of u // 2 + 1, and the last bit of u;
+- if c > 0: the number of the lowest level, minus the same number of the previous bucket with c > 0, or minus
+  `FIRST_LOWEST` if there is none; then, if b > 1, the number of the step minus the number of the lowest level, minus
+  the same difference in the previous bucket with c > 0, or minus `FIRST_RATIO`. A difference d is sent as u = 2d, or as
+  u = -2d - 1 if d is negative: the gamma code of u // 2 + 1, and the last bit of u;
 - for each of the c elements, the number of elements skipped since the previous kept one, in Golomb's code, then sign
   and level in b bits.
 
@@ -50,7 +50,7 @@ SMALLEST, LARGEST = 8, 1816
 FIRST_LOWEST = 952
 """The number of 2^-8: gradients are small."""
 FIRST_RATIO = -16
-"""The number of the step minus that of the lowest level, if the step is a quarter of the lowest level."""
+"""The number of the step minus the number of the lowest level, if the step is a quarter of that level."""
 _DROPPED = 20
 
 
@@ -97,7 +97,7 @@ def longest(size: int, shape: Shape) -> int:
 
 @lru_cache(1024)
 def _longest_bucket(n: int, shape: Shape) -> int:
-    """Return the most bits of a bucket of n elements; a difference has at most 22 bits, or 24 if it is of ratios."""
+    """Return the most bits of a bucket of n elements; a difference has at most 22 bits, or 24 between ratios."""
     if not n:
         return 0
     most = min(shape.k, n)

@@ -1,6 +1,6 @@
 """The model of the range coder: the frequency of each class of levels, fitted to a vector and sent before it.
 
-A level k >= 1 is sent as its class (`qcomp.core.coding.classes`), in fewer bits the more frequent the class is,
+A level k >= 1 is sent as its class (`qcomp.core.coding.integer_classes`), in fewer bits the more frequent the class is,
 followed by plain bits: the spare bits of k, then 1 for a negative sign. A 0 is sent as its class alone. The number of
 fine bits is chosen for each vector, so that the model's own size never dominates.
 
@@ -12,7 +12,7 @@ code is longer than the entropy by up to b - `FINEST` - 1 bits per element, wher
 The bits of the model: first the method in three bits, `FLAT` or 1 plus the fine bits of the classes. If it is not
 `FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A weight is
 the class, with 2 fine bits, of the number of occurrences, rounded to nearest. It is sent as its difference d to the
-previous weight: gamma of 1 - 2d, or of 2d if d is positive. The weight before the first is that of the number of
+previous weight: gamma of 1 - 2d, or of 2d if d is positive. The weight before the first is the weight of the number of
 elements. Zeros pad the last byte.
 
 Shares: every class that occurs gets one of the 2^13 units. The other units are divided in proportion to the smallest
@@ -26,8 +26,8 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from qcomp.core.coding.bits import BitReader, BitWriter
-from qcomp.core.coding.classes import class_of, smallest, spare_bits
 from qcomp.core.coding.elias import gamma, take_gamma
+from qcomp.core.coding.integer_classes import class_of, smallest, spare_bits
 from qcomp.core.errors import PayloadError
 
 __all__ = ["FLAT", "UNITS_BITS", "Model", "finest", "fit", "flat", "read"]

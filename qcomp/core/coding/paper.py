@@ -2,8 +2,9 @@
 
 Levels and gaps are omega codewords (`qcomp.core.coding.elias`). For n elements of levels k_i:
 
-- sparse: omega(m + 1), where m elements are nonzero; then for each of them omega(gap), a sign bit (1 for negative),
-  omega(k). A gap is the index minus that of the previous nonzero element; the first is the index plus 1.
+- sparse: omega(m + 1), where m elements are nonzero; then for each nonzero element omega(gap), a sign bit (1 for
+  negative), omega(k). A gap is the index minus the index of the previous nonzero element; the first gap is the index
+  plus 1.
 - dense: omega(k + 1) for each element, and a sign bit after it where k > 0.
 
 Both run through the whole vector, without a restart at buckets. The first byte names the shorter code, `DENSE` or

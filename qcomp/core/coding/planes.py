@@ -1,6 +1,6 @@
 """Conversion of a quantizer's packed codes to levels and signs, and back, on host bytes.
 
-The layout is that of `qcomp.core.numeric.bitplanes`; a code is a level with the sign bit on top. The conversion looks
+The layout is as in `qcomp.core.numeric.bitplanes`; a code is a level with the sign bit on top. The conversion looks
 up bytes in tables and shifts integers of many bytes, one bucket at a time: no loop runs over elements.
 """
 

@@ -3,10 +3,10 @@
 The stream: the model (`qcomp.core.coding.model`), the states as 4 bytes each, and words of 2 bytes, in little endian.
 Element i belongs to lane i mod `lanes(n)`. Each lane has a state x from 2^16 to 2^32 - 1.
 
-To decode an element, let u = x mod 2^13. Its class is the one with b <= u < b + f, where f is the share of the class
-and b the sum of those before it; x becomes f * (x >> 13) + u - b. If r plain bits follow, they are the r lowest bits of
-x, and x becomes x >> r. After each of these two steps, a state below 2^16 becomes x * 2^16 + the next word. At the end
-all states are 2^16 and all words are used. Encoding is the inverse, from the last element to the first.
+To decode an element, let u = x mod 2^13. Its class has b <= u < b + f, where f is the share of the class and b the sum
+of the shares before it; x becomes f * (x >> 13) + u - b. If r plain bits follow, they are the r lowest bits of x, and x
+becomes x >> r. After each of these two steps, a state below 2^16 becomes x * 2^16 + the next word. At the end all
+states are 2^16 and all words are used. Encoding is the inverse, from the last element to the first.
 
 The stream exceeds codes of a fixed width by at most 1 + 4 * lanes(n) bytes, thanks to the method `FLAT`.
 """

@@ -1,11 +1,11 @@
-"""The loops of the range coder: levels to states and words, and back."""
+"""The pure loops of the range coder: levels to the coder's states and 16-bit words, and back."""
 
 from __future__ import annotations
 
 from array import array
 
 from qcomp.core.coding.bits import little_endian, numbers
-from qcomp.core.coding.classes import class_of
+from qcomp.core.coding.integer_classes import class_of
 from qcomp.core.coding.model import FLAT, UNITS_BITS, Model
 from qcomp.core.errors import PayloadError
 

@@ -30,7 +30,7 @@ class LevelCoder:
     coding : {"elias", "range"}
         See `qcomp.core.coding`.
     largest : int
-        The largest level. A code is a level, less the lowest one, with the sign bit on top.
+        The largest level. A code is a level minus the lowest level, with the sign bit on top.
     bucket_size : int
     lowest : int, default 0
         The lowest level: 0, or 1 if elements of the lowest level have a sign too.

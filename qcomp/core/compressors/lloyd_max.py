@@ -27,7 +27,7 @@ from qcomp.core.traits import Traits
 __all__ = ["LloydMax"]
 
 LEVELS = {1: (1,), 2: (3, 10), 3: (10, 31, 55, 88), 4: (5, 15, 25, 36, 48, 62, 79, 104)}
-"""The magnitudes of the codes, in steps, by the bits of a code: those of Max (1960), scaled and rounded to whole
+"""The magnitudes of the codes, in steps, by the bits of a code: the table of Max (1960), scaled and rounded to whole
 numbers up to 127, which increases the error for a normal distribution by a thousandth at most."""
 THRESHOLDS: dict[int, tuple[float, ...]] = {
     1: (),
@@ -56,7 +56,7 @@ class LloydMax(BucketedCompressor):
 
     Notes
     -----
-    The thresholds between levels are those for a normal distribution with the mean square of the bucket. The step is
+    The thresholds between levels suit a normal distribution with the mean square of the bucket. The step is
     then the best one for the levels l that were chosen, <|v|, l> / ||l||^2, so C(v) is the projection of v onto a
     line, and
 

@@ -27,7 +27,7 @@ class Scaled(Compressor):
 
     Notes
     -----
-    The payload is that of Q; decompression applies the factor. Source: Beznosikov et al., JMLR 2023, lemma 8; E ||c Q -
+    The payload is Q's; decompression applies the factor. Source: Beznosikov et al., JMLR 2023, lemma 8; E ||c Q -
     v||^2 <= (c^2 (1 + omega) - 2 c + 1) ||v||^2 is smallest at c = 1 / (1 + omega).
 
     Examples
@@ -46,7 +46,9 @@ class Scaled(Compressor):
         require_compressor("compressor", self.compressor)
         traits = self.compressor.traits
         if not traits.unbiased or traits.omega is None:
-            raise ValueError(f"compressor is {self.compressor.spec}; expected an unbiased one of known omega")
+            raise ValueError(
+                f"compressor is {self.compressor.spec}; expected an unbiased compressor with a known omega"
+            )
 
     @property
     def factor(self) -> float:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors.gaps import GapCoder
-from qcomp.core.compressors.kept_values import MOST_BITS, kept_delta, levels_of, scales_of, values_of
 from qcomp.core.compressors.positions import join_bytes, split_bytes, validate_sparsity
+from qcomp.core.compressors.sparse_coder import GapCoder
+from qcomp.core.compressors.sparse_levels import MOST_BITS, kept_delta, levels_of, scales_of, values_of
 from qcomp.core.numeric.arrays import Array, array_namespace, device, flush
 from qcomp.core.numeric.buckets import blocks, bucket_count, join_blocks
 from qcomp.core.numeric.random import Key
@@ -176,7 +176,7 @@ class TopK(Compressor):
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return zeros with the values at their indices; each element searches for its index among them.
 
-        With fewer bits a value, an entry is unused if its index is not above that of the entry before it.
+        With fewer bits a value, an entry is unused if its index is not above the index of the entry before it.
         """
         data = parts["entries"]
         xp = array_namespace(data)

@@ -1,4 +1,4 @@
-"""The snapshot from which ranks with different histories continue: all compute the same one from the facts of all."""
+"""The choice of the snapshot from which ranks with different histories continue, from facts that they exchange."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -70,7 +70,7 @@ class Verdicts:
     def require_accepted(self, error: NonFiniteError | None) -> tuple[Array, ...]:
         """Read all verdicts, and raise `NonFiniteError` on every rank alike if any rank has refused.
 
-        The ranks to blame are those that refused in the first exchange with a refusal. The error is raised from
+        The ranks to blame refused in the first exchange with a refusal. The error is raised from
         ``error``, which kept this rank from compressing.
 
         Returns the verdicts that cannot be read, because a compiler is tracing; see `Averaged.verdicts`.
@@ -239,7 +239,7 @@ class Codec:
         return self._decode(opened)
 
     def decode_tensors(self, opened: Sequence[Opened]) -> list[Array]:
-        """Return the tensors whose segments are in these chunks; those without segments as they are."""
+        """Return the tensors whose segments are in these chunks; tensors without segments are returned as they are."""
         return assemble([one.frame.chunk for one in opened], list(map(self._decode, opened)), self.tensors)
 
     def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
@@ -264,7 +264,7 @@ class Codec:
     ) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk, added in rank order; see `primitives.finish_mean`.
 
-        With ``places``, buffers like all tensors, the means are written there; the returned list may then be empty.
+        With ``places``, a buffer for each tensor, the means are written there; the returned list may then be empty.
         ``divisor`` is as for `CompressedMean`.
         """
         frame = opened[0].frame

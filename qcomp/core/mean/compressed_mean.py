@@ -123,20 +123,20 @@ class CompressedMean:
         The link between nodes, for ``"auto"``; by default 10 Gbit/s and 50 microseconds per message. See
         `qcomp.planning.Link`.
     divisor : {"ranks", "senders"}, default "ranks"
-        What the sum over the ranks is divided by at each element: their number, or with ``"senders"`` the number of
-        those whose payload has an element other than 0 there. Both are the same for compressors that drop no elements.
-        With those that do, such as `TopK`, an element that one rank sends moves by all of it. The sum identity does not
-        hold then. Needs the topology ``"all_gather"``.
+        What the sum over the ranks is divided by at each element: the number of ranks, or with ``"senders"`` the number
+        of ranks whose payload is not 0 there. Both are the same for compressors that drop no elements. With `TopK` and
+        others that do, an element that only one rank sends moves by its full value. The sum identity does not hold
+        then. Needs the topology ``"all_gather"``.
 
     Notes
     -----
     If b is the bytes of the payload of the whole vector, each of N ranks sends 2 (N - 1) / N * b bytes in two phases
     and (N - 1) * b by all-gather, plus a few bytes of verdict and padding. For the others see
     `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, each
-    exchange is preceded by one of 16 N bytes to every rank that announces the lengths. All ranks decode the same
-    bytes, so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum
-    identity: the means of T steps add up to the sum of the exact means minus what is owed, mean_i e_i + e_s, with the
-    residuals after the last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    exchange is preceded by one of 16 N bytes to every rank that announces the lengths. All ranks decode the same bytes,
+    so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum identity:
+    the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the last step.
+    Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
     All-gather rounds a value once. Two phases round it twice, and so does the hierarchical mean between nodes; inside
     a node it rounds nothing. A ring rounds sums N - 1 times and their mean once. With an unbiased compressor the mean
@@ -422,7 +422,7 @@ class CompressedMean:
         require_communicator(comm)
         if (comm.rank, comm.size) != (state.rank, state.size):
             raise ValueError(
-                f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
+                f"comm is rank {comm.rank} of {comm.size}; state belongs to rank {state.rank} of {state.size}"
             )
         if weight is not None:
             products = weighted(x, weight, comm)
@@ -586,7 +586,7 @@ class CompressedMean:
                 require_key(terms.key, compressor.spec)
         if terms.overwrite and (terms.donate or terms.blends):
             raise ValueError(
-                "overwrite is True; expected False with donate or blends: x is used up for another purpose"
+                "overwrite is True; expected False with donate or blends, which use the memory of x too"
             )
         if terms.blends and len(terms.blends) != count:
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {count} arrays")

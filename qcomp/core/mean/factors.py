@@ -194,8 +194,8 @@ def average(
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
     """Return the finished mean of each factor, the same on all ranks.
 
-    The owner of a factor averages it, applies ``finish``, and sends it to all. Two ranks tell each other all factors,
-    and each does so itself.
+    The owner of a factor averages it, applies ``finish``, and sends it to all. Two ranks send each other all factors,
+    and each averages all of them itself.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ _WORKER, _SERVER = "worker_residual", "server_residual"
 
 
 def require_residuals(mean: CompressedMean) -> None:
-    """Raise ValueError unless `owed` can be computed for states of this mean: they must hold residuals."""
+    """Raise ValueError unless states of this mean hold residuals, from which `owed` is computed."""
     if mean.kinds[0] != _WORKER or mean.owned_kinds:
         raise ValueError(
             f"a method is {mean!r}, whose state is no residual; expected a qcomp.CompressedMean or PowerSGDMean"

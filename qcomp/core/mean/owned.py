@@ -78,14 +78,14 @@ class OwnedMean(CompressedMean):
     q_i = C(x_i + r_i); then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
 
     With a whitener W for each tensor (`Terms`), a worker sends q_i = C(W x_i + r_i), and the owner makes its update
-    from W^-1 mean_i q_i. Where the singular values of x_i differ, this makes the errors of q_i smaller in the
-    directions of the small ones; see `qcomp.core.numeric.whitening`. All of the above then holds for W x_i instead of
-    x_i, and r_i is in the same units.
+    from W^-1 mean_i q_i. If the singular values of x_i differ, this makes the errors of q_i smaller in the directions
+    of small singular values; see `qcomp.core.numeric.whitening`. All of the above then holds for W x_i instead of x_i,
+    and r_i is in the same units.
 
-    With b bytes in the payload of all tensors, c bytes in that of all updates, and tensors shared equally, each of N
-    ranks sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al. (EF21-Muon), arXiv:2510.00643, for compression
-    in both directions; Gao, Islamov and Stich (EControl), arXiv:2311.05645, for feedback of a fraction; owners as in
-    ZeRO, Rajbhandari et al., SC 2020.
+    With b bytes in the payload of all tensors, c bytes in the payload of all updates, and tensors shared equally, each
+    of N ranks sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al. (EF21-Muon), arXiv:2510.00643, for
+    compression in both directions; Gao, Islamov and Stich (EControl), arXiv:2311.05645, for feedback of a fraction;
+    owners as in ZeRO, Rajbhandari et al., SC 2020.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "owner_momentum", "owner_residual")
@@ -149,7 +149,7 @@ class OwnedMean(CompressedMean):
 
 @dataclass(frozen=True, eq=False)
 class _OwnedLayout(Layout):
-    """The layout of the workers' messages, with that of the updates."""
+    """The layout of the workers' messages, with the layout of the updates."""
 
     updates: Layout
 
@@ -175,7 +175,7 @@ class _Owners(TwoPhase):
         self._repaid = repaid
 
     def stages(self, call: Call) -> Stages[Averaged]:
-        """Send each tensor to its owner, and its update to all; keep ``repaid`` times what a worker owes."""
+        """Send each tensor to its owner, and its update to all; a worker keeps ``repaid`` times what it lost."""
         ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
         if call.layout.world == 1 and call.layout.own.chunk and all(c.traits.lossless for c in ways):
             return (yield from self._alone(call))

@@ -317,7 +317,7 @@ class PowerSGDMean(TensorwiseMean):
         return Averaged(products, tuple(residuals), factors, unread)
 
     def _has_owners(self, size: int) -> bool:
-        """Return whether factors have owners. Two ranks tell each other all, which is as many bytes in one exchange."""
+        """Return whether factors have owners. Two ranks send each other all factors: as many bytes, in one exchange."""
         return size > 2
 
     def _number(self, state: MeanState) -> Any:

@@ -128,8 +128,8 @@ def in_rounds(
 ) -> tuple[list[Stages[Averaged]], Callable[[Sequence[Averaged]], Averaged]]:
     """Return the mean of a call as a computation for each round, and the function that joins their results.
 
-    Codes, draws and residuals are those of the whole mean; only the grouping of buckets into payloads and messages
-    differs.
+    Codes, draws and residuals are the same as in the whole mean; only the grouping of buckets into payloads and
+    messages differs.
     """
     given = call.donate and all(map(is_mutable, call.values))
     worker = _Wholes(call.worker, call.values if given and call.worker else None)

@@ -78,7 +78,7 @@ class Shards:
         Notes
         -----
         With b bytes in the payload of all shards a rank of N sends (N - 1) / N * b. Sum identity: the means of T steps
-        add up to those of the exact means minus mean_i e_i, the residuals after the last step.
+        add up to the sum of the exact means minus mean_i e_i, the residuals after the last step.
         """
         result: tuple[Array, Array | None] = yield from self._announced(
             self._scatter_mean(to_compute_dtype(values), residual, key._replace(rank=self.rank))

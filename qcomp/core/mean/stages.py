@@ -277,7 +277,7 @@ def _with_digests(request: Exchange) -> Exchange:
 
 
 def _without_digests(arrived: Sequence[Array], request: Exchange, rank: int) -> list[Array]:
-    """Return the messages that have arrived; raise if one is of another owner."""
+    """Return the messages that have arrived; raise if one has another owner."""
     parts = [split(x, [size, _DIGEST_BYTES]) for x, size in zip(arrived, request.receive, strict=True)]
     digests = [host_bytes(digest) for _, digest in parts]
     others = [peer for peer, digest in enumerate(digests) if digest != digests[rank]]
@@ -288,7 +288,7 @@ def _without_digests(arrived: Sequence[Array], request: Exchange, rank: int) -> 
 
 
 def told(owner: Owner | None) -> str:
-    """Return what a rank tells the others of the owner of its exchange."""
+    """Return what a rank tells the others about the owner of its exchange."""
     return "no optimizer" if owner is None else str(owner)
 
 
@@ -323,7 +323,7 @@ def through(
 
 
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
-    """Run a computation in stages whose exchanges have an owner; those that already have one keep it."""
+    """Run a computation in stages, and give each of its exchanges an owner, unless it has one."""
     arrived: Sequence[Array] | None = None
     while True:
         try:

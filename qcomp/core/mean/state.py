@@ -35,9 +35,9 @@ class MeanState(NamedTuple):
 
 
 def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -> None:
-    """Raise ValueError unless a state is of a topology, and of as many elements as these tensors have."""
+    """Raise ValueError unless a state has a topology, and as many elements as these tensors."""
     if state.topology != topology:
-        raise ValueError(f"state is of topology {state.topology!r}; this mean is {topology!r}")
+        raise ValueError(f"state has topology {state.topology!r}; this mean has {topology!r}")
     shapes = list(map(_SHAPE, tensors))
     if shapes == [*state.shapes]:
         return

@@ -29,7 +29,7 @@ class TensorwiseMean(CompressedMean):
 
     Notes
     -----
-    Compression of a bucket does not depend on its chunk, so the means equal those of a `CompressedMean` of all tensors
+    Compression of a bucket does not depend on its chunk, so the means equal a `CompressedMean` of all tensors
     bit for bit, with two exceptions: another rank may serve a bucket, with other draws, and the order of sums in a ring
     differs.
 

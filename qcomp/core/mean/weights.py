@@ -1,4 +1,4 @@
-"""Weighted means: the factors of the ranks with which the plain mean of their values is the weighted one."""
+"""Weighted means: the factor of each rank that turns the plain mean of all values into their weighted mean."""
 
 import math
 import struct

@@ -157,7 +157,7 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
 
 
 def require_apart(values: Any, argument: str) -> None:
-    """Raise ValueError if arrays of a list share memory: what is written to as the one is read as the other."""
+    """Raise ValueError if arrays of a list share memory: a write to one would change another."""
     if isinstance(values, list | tuple) and is_mutable(values[0]) and (pair := sharing(values)):
         raise ValueError(
             f"{argument}[{pair[0]}] and {argument}[{pair[1]}] share memory, and may be written to; expected memory of "
@@ -214,9 +214,7 @@ def _why_not(kind: Any) -> str | None:
     if any(
         c.__module__.startswith("numpy") and c.__name__ in ("MaskedArray", "matrix") for c in kind.__mro__
     ):
-        return (
-            "whose operators differ from those of arrays; expected a numpy.ndarray, such as numpy.asarray(x)"
-        )
+        return "whose operators differ from an array's; expected a numpy.ndarray, such as numpy.asarray(x)"
     if hasattr(kind, "compute"):  # dask's, which computes what a buffer holds again for each use
         return "whose values are computed later; expected an array that has its values, such as x.compute()"
     return None
@@ -236,8 +234,8 @@ def dtype_name(dtype: Any) -> str:
         return dtype.__name__
     if not getattr(dtype, "isnative", True):  # its bytes would be read as other values
         raise TypeError(
-            f"an array has dtype {dtype.str!r}, of another byte order; expected that of this machine, such as "
-            f"x.astype({dtype.name!r})"
+            f"an array has dtype {dtype.str!r}, in another byte order; expected the byte order of this machine, such "
+            f"as x.astype({dtype.name!r})"
         )
     return getattr(dtype, "name", None) or str(dtype).rsplit(".", maxsplit=1)[-1]
 
@@ -284,8 +282,8 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
 def detached(tensors: Sequence[Any]) -> list[Array]:
     """Return tensors detached from automatic differentiation, which torch would record, and from a minus sign.
 
-    The memory of a tensor of torch may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then
-    gives neither its bits nor NumPy's view of it.
+    The memory of a tensor of torch may hold the negatives of its values, as the memory of ``z.conj().imag`` does. Torch
+    then gives neither its bits nor NumPy's view of it.
     """
     if not hasattr(type(tensors[0]), "detach"):
         return list(tensors)
@@ -346,7 +344,7 @@ def from_bytes_of(data: Array, name: str) -> Array:
     """
     xp = array_namespace(data)
     if itemsize(name) == 8 and is_jax_array(data) and not sys.modules["jax"].config.jax_enable_x64:
-        raise TypeError(f"the bytes are of {name}, which JAX has only in 64-bit mode; set jax_enable_x64")
+        raise TypeError(f"set jax_enable_x64: the bytes hold {name}, which JAX has only in 64-bit mode")
     return bitcast(data, getattr(xp, name))
 
 
@@ -443,10 +441,10 @@ def sqrt(x: Array) -> Array:
 def _rounded_once(function: Callable[..., Array], *arrays: Any) -> Array:
     """Return the quotient or root of JAX arrays, correctly rounded.
 
-    On GPUs, XLA's quotients and roots of float32 are off by an ulp. Those of float64 are not, and rounded to float32
-    they are correct: the exact ones differ from every rounding boundary of float32 by at least 2^-51 of themselves. XLA
-    must be told to round, since it drops a conversion to float32 that is followed by one to float64. Subnormal results
-    become zero.
+    On GPUs, XLA's quotients and roots of float32 are off by an ulp. In float64 they are correct, and so is their
+    rounding to float32, since the exact results differ from every rounding boundary of float32 by at least 2^-51 of
+    themselves. `reduce_precision` makes XLA round, since it drops a conversion to float32 before a conversion to
+    float64. Subnormal results become zero.
     """
     if arrays[0].dtype != "float32" or _compiles_for_host(arrays[0]):
         return function(*arrays)

@@ -21,7 +21,7 @@ def _shifts(like: Array, planes: int, width: int) -> Array:
 def pack(codes: Array, bits: int) -> Array:
     """Pack codes below 2**bits, of shape (rows, B), into uint8 of shape (rows, B*bits/8).
 
-    Codes of up to 8 bits are uint8, wider ones int32.
+    Codes of up to 8 bits are uint8, wider codes int32.
     """
     xp = array_namespace(codes)
     rows, length = codes.shape

@@ -1,4 +1,4 @@
-"""Factors of low-rank matrices: the first ones, orthonormal ones, and products with the same bits in every library."""
+"""Factors of low-rank matrices: how they start and become orthonormal, and products with the same bits everywhere."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,7 +81,7 @@ def without_small(x: Array, least: float) -> Array:
 
 
 def orthonormal(rows: Array) -> Array:
-    """Return an orthonormal basis of the span of rows, with zeros for each row that depends on those before it.
+    """Return an orthonormal basis of the span of rows, with zeros for each row that depends on earlier rows.
 
     With the same bits in every library: each product loses its last bit before it is added.
 

@@ -305,7 +305,7 @@ def stream_of(key: Key, *, like: Array) -> Array:
 
 
 def draws16_again(stream: Array, block: Block, *, bucket_size: int, like: Array) -> Array:
-    """Return the draws of `draws16` for the key whose `stream_of` this is."""
+    """Return the draws of `draws16` for the key from which `stream_of` made this stream."""
     if _replacement.get() is not None:
         return _replaced(Key(), block, like)
     first, second, hop, bucket = (stream[i : i + 1] for i in range(4))

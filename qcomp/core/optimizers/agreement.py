@@ -63,7 +63,7 @@ _EXACT_STAGES = {"warmup", "rewarm"}
 
 
 def settings_of(replica: Any) -> dict[str, str]:
-    """Return the settings of a replica, a dataclass, as text, with those of its averaging among them."""
+    """Return the settings of a replica, a dataclass, as text, including the settings of its averaging."""
     settings: dict[str, str] = {}
     for name, value in ((f.name, getattr(replica, f.name)) for f in fields(replica)):
         if isinstance(value, Averaging):
@@ -177,7 +177,7 @@ def compare_new_stage(
 
 
 def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
-    """Return a number, equal on all ranks, that makes this model's random draws differ from those of other models."""
+    """Return a number, equal on all ranks, that makes this model's random draws differ from other models'."""
     shapes = [tuple(p.shape) for p in params]
     return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 

@@ -302,7 +302,7 @@ class Optimizer(Replica[OptimizerState]):
             The state of the last step.
         """
         if len(params) != len(state.names):
-            raise ValueError(f"params has {len(params)} arrays; state is of {len(state.names)}")
+            raise ValueError(f"params has {len(params)} arrays; state has {len(state.names)}")
         kept, compressed = self.moments_like_params(state), iter(state.exchange.shapes)
         for index, is_exact in enumerate(state.exact):
             shape = None if is_exact else next(compressed, None)
@@ -418,5 +418,5 @@ def require_rank(state: OptimizerState, comm: Transport) -> None:
     require_communicator(comm)
     if (comm.rank, comm.size) != (state.rank, state.size):
         raise ValueError(
-            f"comm is rank {comm.rank} of {comm.size}; state is of rank {state.rank} of {state.size}"
+            f"comm is rank {comm.rank} of {comm.size}; state belongs to rank {state.rank} of {state.size}"
         )

@@ -34,11 +34,11 @@ class Group:
         Factor of the optimizer's learning rate (or schedule) for these parameters, >= 0. 0 keeps them unchanged.
         Default 1.
     weight_decay : float, optional
-        Replaces the optimizer's weight decay, >= 0. None, the default, keeps that of the optimizer.
+        Replaces the optimizer's weight decay, >= 0. None, the default, keeps the optimizer's.
     betas : tuple of two floats, optional
-        Replaces the optimizer's decay rates, each from 0 to below 1. None, the default, keeps those of the optimizer.
+        Replaces the optimizer's decay rates, each from 0 to below 1. None, the default, keeps the optimizer's.
     eps : float, optional
-        Replaces the optimizer's ``eps``, >= 0. None, the default, keeps that of the optimizer.
+        Replaces the optimizer's ``eps``, >= 0. None, the default, keeps the optimizer's.
 
     Examples
     --------
@@ -122,7 +122,7 @@ def group_of_each(groups: tuple[Group, ...], names: tuple[str, ...]) -> tuple[Gr
 def setting_of_each(
     groups: tuple[Group, ...], names: tuple[str, ...], setting: str, default: Any
 ) -> tuple[Any, ...]:
-    """Return ``weight_decay``, ``betas`` or ``eps`` of each name: that of its group, or else the optimizer's."""
+    """Return ``weight_decay``, ``betas`` or ``eps`` of each name: its group's, or else the optimizer's."""
     found = [getattr(group, setting) for group in group_of_each(groups, names)]
     return tuple([default if value is None else value for value in found])
 

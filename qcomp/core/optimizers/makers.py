@@ -33,8 +33,8 @@ def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
     then, now = _read(saved[MAKER]), json.loads(maker(replica))
     if then["optimizer"] != now["optimizer"]:
         raise ValueError(
-            f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the former, or pass "
-            "strict=False if its arrays mean the same to both"
+            f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the optimizer that "
+            "saved it, or pass strict=False if its arrays mean the same to both"
         )
     before, after = then["settings"], now["settings"]
     compared = {*before, *after} - ({_GROUPS} - before.keys())
@@ -43,7 +43,7 @@ def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
         if name in _COMPRESSORS:
             raise ValueError(
                 f"the state was saved with {name}={before.get(name)}; this {now['optimizer']} has {after.get(name)}: "
-                "load it with the former, or pass strict=False to continue with the latter"
+                "load it with the setting it was saved with, or pass strict=False to continue with the new one"
             )
     if differing:
         changes = ", ".join(f"{name}={before.get(name)} (now {after.get(name)})" for name in differing)

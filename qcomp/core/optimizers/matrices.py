@@ -43,7 +43,7 @@ class Form(NamedTuple):
     """Along the outputs of each matrix."""
 
     def slice_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a slice, or that of a tensor that is no stack."""
+        """Return the shape of a slice, or of the tensor if it is no stack."""
         return shape[1:] if self.stacked else shape
 
     def sides(self, shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -110,8 +110,8 @@ class Muon(Optimizer):
         Whether to use Nesterov momentum.
     adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
         The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
-        which updates are as large as those of AdamW. A slice, a part or a block has the factor of its own shape. The
-        names are those of ``torch.optim.Muon``.
+        which updates are as large as AdamW's. A slice, a part or a block has the factor of its own shape.
+        ``torch.optim.Muon`` has the same names.
     output_axis : {0, -1}, default 0
         The axis of a tensor whose indices are the outputs of its layer, and so the rows of the matrix: the first, as in
         torch, or the last, as in Flax, Haiku and Keras.

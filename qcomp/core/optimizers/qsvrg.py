@@ -254,7 +254,9 @@ class QSVRG(Optimizer):
             The state of the last step.
         """
         if state.stage != "epoch":
-            raise ValueError(f"state is of stage {state.stage!r}; expected 'epoch': call begin_epoch first")
+            raise ValueError(
+                f"state is in the stage {state.stage!r}; expected 'epoch': call begin_epoch first"
+            )
         if not isinstance(grads, tuple) or len(grads) != 2:
             raise TypeError(
                 f"grads is a {type(grads).__name__}; expected the tuple (gradients at params, at the snapshot)"

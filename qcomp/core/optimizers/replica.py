@@ -144,7 +144,7 @@ class Replica(ABC, Generic[Loaded]):
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
 
-        Possible kinds are those of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
+        Possible kinds are the keys of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
         rank resumes with the mean of these arrays over the old ranks, see `load_state_dict`. Arrays of all other kinds
         must be equal on all ranks.
 
@@ -310,7 +310,7 @@ class Replica(ABC, Generic[Loaded]):
             Name of this rank's machine, which a topology may depend on.
         number : int
             Number of what starts among all that start over the same communicator. The exchanges of its steps carry it,
-            so that those of two optimizers are not taken for each other.
+            so that the exchanges of two optimizers are not taken for each other.
 
         Raises
         ------
@@ -559,7 +559,7 @@ def _load(
         raise ValueError(f"lost is {missing!r}; expected 'raise' or 'drop'")
     if world.drops and not replica.resizes:
         raise ValueError(
-            f"lost is 'drop'; expected 'raise': a state of {type(replica).__name__} needs those of all"
+            f"lost is 'drop'; expected 'raise': a state of {type(replica).__name__} needs the states of all ranks"
         )
     if isinstance(saved, Mapping) and world.drops:
         of_others = yield from gather_texts("x" * _is_of_another(saved, world), world.size, world.like)

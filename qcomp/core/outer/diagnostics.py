@@ -41,7 +41,7 @@ class OuterDiagnostics:
         `Overlapped`.
     sample : int
         The largest number of elements that are sampled from a fragment, equally spaced: from its compressed tensors, or
-        from its exact ones if it has no others.
+        from its exact tensors if none are compressed.
 
     Notes
     -----

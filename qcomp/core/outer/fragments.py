@@ -1,4 +1,4 @@
-"""Which tensors are exchanged together, and in which inner steps: pure integers."""
+"""Which tensors an outer loop exchanges together, and in which inner steps: pure integers."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -17,8 +17,8 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors, copy
+from qcomp.core.outer.fragment_state import put, take
 from qcomp.core.outer.fragments import LOCAL, due, stage_of, under_way
-from qcomp.core.outer.parts import put, take
 from qcomp.core.outer.requirements import beside, fitting, require_equal, same_step
 from qcomp.core.outer.settings import ANCHOR, OWN, SENT, WARMUP, OuterSettings, nothing_like, rounds_key
 from qcomp.core.state import OptimizerState
@@ -34,7 +34,7 @@ _NAME = "an outer loop"
 
 @dataclass(frozen=True, kw_only=True)
 class OuterLoop(OuterSettings):
-    """Local steps with any optimizer, and every ``every`` steps a compressed exchange of what they did.
+    """Local steps with any optimizer, and every ``every`` steps a compressed exchange of their total.
 
     In an outer round every rank makes ``every`` inner steps, alone, from the shared parameters. Then the ranks average
     their outer gradients, the differences between the shared parameters and their own, and an outer optimizer moves the
@@ -188,7 +188,7 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             From `init` or the last step.
         comm : Communicator
-            The one that `init` saw, or another of the same rank and size.
+            The communicator that `init` saw, or another with the same rank and size.
         shares : bool, default False
             Whether the parameters that are returned may share memory with the state, for callers that copy them.
         weight : float, optional

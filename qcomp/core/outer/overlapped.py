@@ -27,7 +27,7 @@ class _Starts(Transport, Protocol):
 class Overlapped:
     """Makes the steps of an `OuterLoop` with ``delay``, and exchanges while the inner steps between them run.
 
-    The results are those of `OuterLoop.step`, bit for bit. A fragment's exchange starts in the step that sends it. Each
+    The results equal `OuterLoop.step`, bit for bit. A fragment's exchange starts in the step that sends it. Each
     later step moves it on by one message, and the step that applies it waits for what is missing. So the order of
     messages depends on steps alone, and no thread is needed. With `qcomp.comm.MPICommunicator` and
     `qcomp.comm.TorchCommunicator` bytes travel meanwhile; others complete an exchange when it starts.
@@ -38,14 +38,15 @@ class Overlapped:
         A loop with a ``delay`` of at least 1. With a longer delay, each phase of a topology hides behind a step of its
         own.
     comm : Communicator
-        One with ``start``, the same on all ranks. It may run other exchanges between the steps, if all ranks start them
-        in the same order.
+        A communicator with ``start``, the same on all ranks. It may run other exchanges between the steps, if all ranks
+        start them in the same order.
 
     Notes
     -----
     A state has the outer gradients under way, so it can be saved at any step. After loading a state, and after an
-    error, the exchange runs again when its result is applied. Ranks must all use this class, or all `OuterLoop.step`.
-    A lost rank is an error of the step that applies a result, since a rank that has made its last step sends no more.
+    error, the exchange runs again when its result is applied. Ranks must all use this class, or all `OuterLoop.step`. A
+    lost rank raises an error only in the step that applies a result, since a rank after its last step sends nothing
+    either.
 
     Examples
     --------
@@ -68,7 +69,7 @@ class Overlapped:
             raise ValueError("loop has delay=0; expected at least 1; without a delay, call loop.step")
         if not hasattr(comm, "start"):
             raise TypeError(
-                f"comm is {comm!r}; expected a communicator with start, such as those of qcomp.comm"
+                f"comm is {comm!r}; expected a communicator with start, such as any of qcomp.comm"
             )
         self.loop = loop
         self.comm: Any = comm

@@ -1,4 +1,4 @@
-"""Outer loops with published settings."""
+"""Outer loops with published settings: local SGD, DiLoCo, Streaming DiLoCo, SparseLoCo and MuLoCo."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def local_sgd(every: int = 8, **changes: Any) -> OuterLoop:
     Parameters
     ----------
     every : int, default 8
-        Inner steps in an outer round; published are 1 to 64.
+        Inner steps in an outer round; published values are 1 to 64.
     **changes
         Other settings of `OuterLoop`. With ``warmup`` it is post-local SGD (Lin et al., ICLR 2020, with 16 steps): the
         gradients of the first steps are averaged instead.
@@ -45,7 +45,7 @@ def diloco(every: int = 500, **changes: Any) -> OuterLoop:
     Parameters
     ----------
     every : int, default 500
-        Inner steps in an outer round; published are 50 to 500.
+        Inner steps in an outer round; published values are 50 to 500.
     **changes
         Other settings of `OuterLoop`.
 
@@ -76,7 +76,7 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     every : int, default 100
         Inner steps between two exchanges of the same fragment.
     fragments : int, default 4
-        Number of fragments; published is one for every three layers of a transformer.
+        Number of fragments; the paper has one for every three layers of a transformer.
     **changes
         Other settings of `OuterLoop`.
 
@@ -89,8 +89,8 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
     source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
     ``QSGD(levels=7, bucket_size=128)`` replaces them: it also has 4 bits, and is unbiased. Sends in ``every`` steps 2
-    (N - 1) / N * 4.25 bits per element. A fragment is sent in its turn; in torchft its result is applied then, which is
-    ``turn="apply"``. Source: Douillard et al., arXiv 2501.18512.
+    (N - 1) / N * 4.25 bits per element. A fragment is sent in its turn; torchft applies its result in its turn, which
+    is ``turn="apply"``. Source: Douillard et al., arXiv 2501.18512.
 
     Examples
     --------
@@ -116,7 +116,7 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
     Parameters
     ----------
     every : int, default 30
-        Inner steps in an outer round; published are 15 to 250.
+        Inner steps in an outer round; published values are 15 to 250.
     **changes
         Other settings of `OuterLoop`.
 
@@ -126,9 +126,9 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is AdamW. The outer learning rate is 1 (published are 0.4 to 1), without momentum; residuals
-    decay by 0.95. Each element is divided by the number of ranks that sent it, as in the authors' code. Division by
-    all ranks moves the parameters less far, about 1 / N as far if no two ranks send the same element:
+    The inner optimizer is AdamW. The outer learning rate is 1 (published values are 0.4 to 1), without momentum;
+    residuals decay by 0.95. Each element is divided by the number of ranks that sent it, as in the authors' code.
+    Division by all ranks moves the parameters less far, about 1 / N as far if no two ranks send the same element:
     ``averaging=qcomp.Averaging(topology="all_gather")``. That code also multiplies the outer gradients by the outer
     learning rate before feedback, and their mean once more: with a rate other than 1, pass the rate as ``scale`` too.
 
@@ -170,9 +170,9 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9;
-    residuals decay by 0.9. The authors' code multiplies what it compresses by this rate before feedback, and the mean
-    once more. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. The formula of the paper has the
-    rate once: ``scale=1``.
+    residuals decay by 0.9. The authors' code multiplies outer gradients by this rate before feedback, and multiplies
+    their mean by it again. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. In the formula of the
+    paper the rate occurs only once: ``scale=1``.
 
     The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 bits with its scales, and loses about as much
     as a good quantizer of 2 bits. Sends in an outer round 2 (N - 1) / N * 4 bits per element. Source: Therien et al.,

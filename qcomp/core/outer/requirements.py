@@ -1,4 +1,4 @@
-"""What an outer loop requires: parameters that fit, alike on all ranks after a warm-up, and exchanges of one step."""
+"""Checks of an outer loop: whether parameters fit, and whether all ranks end the warm-up and exchange alike."""
 
 import struct
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def fitting(params: Any, state: OptimizerState) -> list[Array]:
     """Return parameters as a list; raise unless they fit the shapes and dtypes of the state."""
     tensors, anchor = as_tensors(params, "params"), state.arrays[ANCHOR]
     if len(tensors) != len(anchor):
-        raise ValueError(f"params has {len(tensors)} arrays; state is of {len(anchor)}")
+        raise ValueError(f"params has {len(tensors)} arrays; state has {len(anchor)}")
     for index, (p, x) in enumerate(zip(tensors, anchor, strict=True)):
         if tuple(p.shape) != tuple(x.shape):
             raise ValueError(
@@ -43,10 +43,9 @@ def require_equal(tensors: Sequence[Array], state: OptimizerState, warmup: int) 
     error = yield from difference_in_values(state.names, tensors, state.size)
     if error is not None:
         raise MismatchError(
-            f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use "
-            "the gradients that OuterLoop.average returns, as those of the optimizers of a qcomp.torch.OuterLoop "
-            "do, and nothing else may change parameters, such as another optimizer or a forward pass that "
-            f"renormalises; {error}"
+            f"the warm-up of {warmup} steps ends with different parameters on the ranks: inner steps must use the "
+            "gradients that OuterLoop.average returns, as the optimizers of a qcomp.torch.OuterLoop do, and nothing "
+            f"else may change parameters, such as another optimizer or a forward pass that renormalises; {error}"
         ) from error
 
 

@@ -36,8 +36,8 @@ def names_of(tensors: Sequence[Tensor]) -> list[str]:
     """Return the names of the tensors that a policy is given; raise TypeError for anything else, such as a step."""
     if not isinstance(tensors, Sequence):
         raise TypeError(
-            f"tensors is {tensors!r}; expected a sequence of qcomp.Tensor: a policy is no schedule of steps, for which "
-            "optax.inject_hyperparams takes all that can be called. Inject the learning rate alone: "
+            f"tensors is {tensors!r}; expected a sequence of qcomp.Tensor: optax.inject_hyperparams calls every "
+            "function among the arguments as a schedule, and a policy is none. Inject the learning rate only: "
             "optax.inject_hyperparams(lambda learning_rate: ...)(learning_rate)"
         )
     return [t.name for t in tensors]

@@ -14,7 +14,7 @@ from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
-from qcomp.integrations.ddp.conveyor import require_unoccupied
+from qcomp.integrations.ddp.exchange_thread import require_unoccupied
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 from qcomp.integrations.ddp.hook import HookState
 from qcomp.integrations.ddp.parameters import AveragedParameters, inside
@@ -71,7 +71,7 @@ class TunedHookState:
         return None if self._number is None else self._hooks.get(self._tuner.names[self._number])
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals, and what is owed, by a factor; see `HookState.rescale`.
+        """Multiply residuals, and the rest that a left method owes, by a factor; see `HookState.rescale`.
 
         Parameters
         ----------
@@ -184,10 +184,10 @@ def autotune(
 ) -> tuple[TunedHookState, Any]:
     """Return the arguments of ``model.register_comm_hook``: a state, and a hook that chooses its method by time.
 
-    Collective. Each method of the tuner averages the gradients of a few iterations; then the fastest averages those of
-    all others. The time of an iteration counts from the first bucket of its backward pass to the first bucket of the
-    next. A method whose mean is exact is the all-reduce that DistributedDataParallel does without a hook, which passes
-    on values that are not finite.
+    Collective. Each method of the tuner averages the gradients of a few iterations; then the fastest averages in all
+    others. The time of an iteration counts from the first bucket of its backward pass to the first bucket of the next.
+    A method whose mean is exact is the all-reduce that DistributedDataParallel does without a hook, which passes on
+    values that are not finite.
 
     Parameters
     ----------
@@ -211,12 +211,12 @@ def autotune(
     MismatchError
         On every rank, if the ranks differ in the methods or settings.
     ValueError
-        If some parameters may be unused (``find_unused_parameters`` or ``static_graph``), because what is owed to one
-        could be lost; or a mean has several compressors.
+        If some parameters may be unused (``find_unused_parameters`` or ``static_graph``), because their residuals could
+        be lost; or if a mean has several compressors.
 
     Notes
     -----
-    Gradients are those of `hook`: bit for bit the same on all ranks. What a method still owes is added to the next
+    Gradients are as under `hook`: bit for bit the same on all ranks. What a method still owes is added to the next
     gradients, in their dtype, and again if their average is refused or not finite.
 
     Examples
@@ -241,8 +241,8 @@ def autotune(
     model = inside(model)
     if AveragedParameters(model).some_may_be_unused:
         raise ValueError(
-            "model was made with find_unused_parameters or static_graph; expected neither: what is owed to a parameter "
-            "that is not used could be lost"
+            "model was made with find_unused_parameters or static_graph; expected neither: the residuals of unused "
+            "parameters could be lost"
         )
     hooks = {
         name: HookState(

@@ -1,4 +1,4 @@
-"""The buckets of one backward pass and their outcome."""
+"""One backward pass under DistributedDataParallel: which buckets have arrived, and with what outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Piece:
     sent: tuple[Any, ...]
     """What is averaged: the gradients, or copies of those that this rank did not compute."""
     of_gradients: bool = False
-    """Whether the means are those of gradients, not of momenta."""
+    """Whether the means are means of gradients, not of momenta."""
     means: Means | None = None
     unused: frozenset[int] = frozenset()
     """The numbers of the parameters that no rank used, if requested."""

@@ -1,4 +1,4 @@
-"""What happens before an optimizer of torch steps: it is kept from gradients that it must not or should not use."""
+"""Checks before each step of any optimizer of torch, for gradients that it must not or should not use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _AVERAGES_OF_SQUARES = frozenset(
 
 
 class BeforeSteps(ABC):
-    """Is told before each step of any optimizer of torch, as long as it exists.
+    """Base of the checks that torch calls before each step of any optimizer, as long as they exist.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class BeforeSteps(ABC):
 
 
 class UnusableGradients(BeforeSteps):
-    """Lets no optimizer use gradients that are NaN on all ranks because one on some rank was not finite.
+    """Keeps optimizers from gradients that are NaN on all ranks because a gradient on some rank was not finite.
 
     A GradScaler that finds them does not step, on any rank, and lowers its scale on all. Only without one is such a
     gradient an error.
@@ -79,7 +79,7 @@ class UnusableGradients(BeforeSteps):
         self._error: NonFiniteError | None = None
 
     def refuse(self, error: NonFiniteError) -> None:
-        """Let no optimizer use the gradients; raise at once if something else has used earlier ones.
+        """Let no optimizer use the gradients; raise at once if an optimizer has used earlier ones.
 
         Parameters
         ----------
@@ -108,7 +108,7 @@ class UnusableGradients(BeforeSteps):
 
 
 class BlindVariances(BeforeSteps):
-    """Warns once of an optimizer that divides by averages of squares, where these are the same for all elements.
+    """Warns once of an optimizer that divides by averages of squares, if these averages are the same for all elements.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class BlindVariances(BeforeSteps):
 
     @property
     def waits(self) -> bool:
-        """Whether the state of an optimizer may still show what it divides by."""
+        """Whether the state of an optimizer may still show that it divides by averages of squared gradients."""
         return bool(self._blind) and self._looks > 0
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
@@ -186,9 +186,9 @@ class UnusedMeans(BeforeSteps):
         if lost:
             warn_caller(
                 f"no optimizer has used the last mean gradients of {len(lost)} parameters, such as "
-                f"{self._names[lost[0]]!r}, so what error feedback has sent with them is lost, and what they lack goes "
-                "to other gradients. Where the loss of another model goes through this one, as a generator's through "
-                f"its discriminator, {NOT_FOR_THIS_MODEL}"
+                f"{self._names[lost[0]]!r}, but error feedback counts them as used, so the residuals in them are "
+                "lost. If the loss of another model goes through this one, as a generator's through its "
+                f"discriminator, {NOT_FOR_THIS_MODEL}"
             )
 
 
@@ -203,12 +203,12 @@ _watching: weakref.WeakSet[BeforeSteps] = weakref.WeakSet()
 
 @functools.cache
 def _watch() -> None:
-    """Let torch tell of all steps from now on."""
+    """Register a hook that torch calls before all steps from now on."""
     register_optimizer_step_pre_hook(_tell)
 
 
 def _tell(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Tell of a step; if it has a closure, once that has computed gradients: return arguments with another closure."""
+    """Run the checks before a step; with a closure, run them after it has computed gradients, in another closure."""
 
     def tell() -> None:
         for each in list(_watching):
@@ -231,6 +231,6 @@ def _tell(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any
 
 @torch.no_grad()
 def _is_finite(x: Any) -> bool:
-    """Return whether all elements are finite; of a sharded tensor, those on this rank."""
+    """Return whether all elements are finite; of a sharded tensor, all elements on this rank."""
     local = x.to_local() if hasattr(x, "to_local") else x
     return bool(local.isfinite().all())

@@ -31,7 +31,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.core.variance.late import of_tensors
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece
 from qcomp.integrations.ddp.before_steps import NOT_FOR_THIS_MODEL
-from qcomp.integrations.ddp.conveyor import Conveyor, Parcel
+from qcomp.integrations.ddp.exchange_thread import ExchangeThread, ThreadJob
 from qcomp.integrations.ddp.parameters import AveragedParameters, inside
 from qcomp.integrations.ddp.stream import SideStream
 from qcomp.private_names.torch import call_at_end
@@ -45,7 +45,7 @@ PART_BYTES = 8 << 20
 class BucketedStep:
     """Averages what an optimizer requests for each bucket during the backward pass, and combines the results.
 
-    The step equals that of the optimizer on all gradients at once, bit for bit, whatever the buckets, because the
+    The step equals the optimizer's step on all gradients at once, bit for bit, whatever the buckets, because the
     optimizer cuts every tensor into chunks separately. With ``clip_norm`` the exchange starts when the last gradient
     has arrived, since the norm needs all of them.
 
@@ -57,7 +57,7 @@ class BucketedStep:
         By default a `TorchCommunicator` of the model's process group.
     deliver : callable
         Called with each bucket once its parts have been averaged or have failed, before DistributedDataParallel reads
-        its buffer. Runs in the conveyor's thread.
+        its buffer. Runs in the exchange thread.
     finish : callable
         Called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``. Its exceptions
         propagate from the backward pass.
@@ -99,7 +99,7 @@ class BucketedStep:
         self._compressed = [sum(not exact for exact in exacts[:i]) for i in range(len(exacts))]
         # Cached: the residuals of a state, and those of each tensor in it.
         self._known: tuple[MeanState | None, Sequence[MeanState]] = (None, ())
-        self._conveyor = Conveyor(self.comm)
+        self._exchange_thread = ExchangeThread(self.comm)
         self._stream = SideStream(self.params.tensors[0].device)
         self.running = self._new_pass()
         """The current backward pass, or the last one until `take` or `discard`."""
@@ -123,11 +123,12 @@ class BucketedStep:
         gradients = self.params.gradients_in(bucket)
         if not self.running.expects([number for number, _ in gradients]):
             raise RuntimeError(
-                "a backward pass starts, but the previous one did not finish or no step used its gradients: "
-                "call step() after each backward pass, and accumulate gradients in model.no_sync(). Where the loss of "
-                f"another model goes through this one, as a generator's through its discriminator, {NOT_FOR_THIS_MODEL}"
+                "a backward pass starts, but the previous one did not finish or no step used its gradients: call "
+                "step() after each backward pass, and accumulate gradients in model.no_sync(). If the loss of "
+                "another model goes through this one, as a generator's through its discriminator, "
+                f"{NOT_FOR_THIS_MODEL}"
             )
-        self._conveyor.occupy()
+        self._exchange_thread.occupy()
         running = self.running
         parts = [gradients] if self._low_rank else _cut(gradients)
         record = Bucket(tuple(map(self._part_of, parts)), bucket.buffer(), self._stream.future())
@@ -156,7 +157,7 @@ class BucketedStep:
 
     def close(self) -> None:
         """End the thread that averages; no backward pass may follow."""
-        self._conveyor.close()
+        self._exchange_thread.close()
 
     def use(self, optimizer: Optimizer) -> None:
         """Make the next steps with an optimizer that differs in settings of the update alone."""
@@ -164,10 +165,12 @@ class BucketedStep:
 
     def run_beside(self, stages: Stages[Any], *, done: Callable[[Any], None]) -> None:
         """Run a computation in stages beside a backward pass's first bucket; ``done`` takes its result or error."""
-        self._conveyor.occupy()
+        self._exchange_thread.occupy()
         context = partial(self._stream.after, self._stream.mark())
         owned_stages = self._owned(stages, "before the first bucket")
-        self._conveyor.put([Parcel(owned_stages, done=done, failed=done, context=context)], last=False)
+        self._exchange_thread.put(
+            [ThreadJob(owned_stages, done=done, failed=done, context=context)], last=False
+        )
 
     def take(self) -> Means:
         """Return the averages of all tensors, as `Average.stages` does; the next step can start."""
@@ -197,7 +200,7 @@ class BucketedStep:
 
     def discard(self) -> None:
         """Drop the averages; the state does not change, and the next step can start."""
-        self._conveyor.release()
+        self._exchange_thread.release()
         self.running = self._new_pass()
 
     def skip(self) -> None:
@@ -243,7 +246,9 @@ class BucketedStep:
         same = same_gradients(running.samples, self.state.size, running.samples[0])
         stages = self._owned(same, "comparison of gradients")
         context = partial(self._stream.after, self._stream.mark())
-        self._conveyor.put([Parcel(stages, done=compared, failed=fail, context=context)], last=False)
+        self._exchange_thread.put(
+            [ThreadJob(stages, done=compared, failed=fail, context=context)], last=False
+        )
 
     def _put(self, buckets: Sequence[Bucket], *, scale: float) -> None:
         """Start to average some buckets."""
@@ -255,8 +260,8 @@ class BucketedStep:
                 over = partial(self._part_is_over, running, bucket, part)
                 first = self.params.names[part.numbers[0]]
                 stages = self._owned(self._stages(part, scale), f"gradients from {first!r} on")
-                jobs.append(Parcel(stages, done=over, failed=over, context=context, joins=self._low_rank))
-        self._conveyor.put(jobs, last=running.is_complete)
+                jobs.append(ThreadJob(stages, done=over, failed=over, context=context, joins=self._low_rank))
+        self._exchange_thread.put(jobs, last=running.is_complete)
 
     def _put_clipped(self) -> None:
         """Start to average all buckets, once the ranks know the global norm."""
@@ -268,9 +273,9 @@ class BucketedStep:
                 for part in bucket.parts:
                     self._part_is_over(running, bucket, part, error)
 
-        self._conveyor.put(
+        self._exchange_thread.put(
             [
-                Parcel(
+                ThreadJob(
                     self._owned(self.optimizer.clip_scale(gradients, self.state), "global norm"),
                     done=lambda scale: self._put(running.buckets, scale=scale),
                     failed=fail,
@@ -332,7 +337,7 @@ class BucketedStep:
         )
         stages = self._owned(names, "gradients that are not finite")
         context = partial(self._stream.after, self._stream.mark())
-        self._conveyor.put([Parcel(stages, done=told, failed=told, context=context)], last=True)
+        self._exchange_thread.put([ThreadJob(stages, done=told, failed=told, context=context)], last=True)
 
     def _end(self, running: BackwardPass) -> None:
         """Report the outcome of a backward pass to the owner, once all its buckets have arrived."""
@@ -340,7 +345,7 @@ class BucketedStep:
             return
         running.ended = True
         running.wait()
-        self._conveyor.release()
+        self._exchange_thread.release()
         try:
             self.params.require_frozen()
             if running.error is not None:
@@ -479,7 +484,8 @@ class SavesState(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
 
-        After `gather_states`, the rank that has gathered returns those of all ranks, under keys such as "rank 0 of 2".
+        After `gather_states`, the rank that has gathered returns the states of all ranks, under keys such as "rank 0 of
+        2".
 
         Warns
         -----

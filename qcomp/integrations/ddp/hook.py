@@ -103,8 +103,9 @@ class HookState(SavesState):
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor, because the next gradients have another scale.
 
-        Residuals have the scale of the gradients. Without this, what is owed counts as much more or less as the scale
-        has changed, once at each change. To owe the same under a GradScaler, end each iteration with::
+        Residuals have the scale of the gradients. Without this call, a change of the loss scale by a factor makes the
+        old residuals too large or too small by that factor, once at each change. To keep residuals right under a
+        GradScaler, end each iteration with::
 
             before = scaler.get_scale()
             scaler.update()
@@ -228,8 +229,8 @@ def hook(
     Parameters
     ----------
     compressor : Compressor
-        With 4 bits and more, such as ``qcomp.QSGD(levels=7, bucket_size=128)``, any optimizer can follow; after one
-        bit, as of `ScaledSign`, none that divides by averages of squared gradients, as Adam does.
+        With 4 bits and more, such as ``qcomp.QSGD(levels=7, bucket_size=128)``, it serves any optimizer. With one bit,
+        as with `ScaledSign`, it does not serve optimizers that divide by averages of squared gradients, such as Adam.
     model : torch.nn.parallel.DistributedDataParallel
         Its parameters may be float32, float16, bfloat16 or float64, on a CPU or a GPU.
     feedback : bool, optional
@@ -250,8 +251,9 @@ def hook(
         an optimizer that would step with these gradients raises `NonFiniteError` on all ranks instead, with its
         parameters unchanged. ``"propagate"``: it steps, as without a hook.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each, since
-        buckets of several models may be full in another order on another rank: their backward pass raises RuntimeError.
+        By default a `TorchCommunicator` of the model's process group. If one backward pass runs through several models,
+        each model needs its own: with a shared communicator the backward pass raises RuntimeError, since buckets of
+        several models may be full in another order on another rank.
 
     Returns
     -------
@@ -264,7 +266,7 @@ def hook(
     MismatchError
         On every rank, if the ranks differ in these settings or in the model.
     TypeError
-        If ``compressor`` is not one, for instance a `PowerSGD`, which is passed as ``averaging``.
+        If ``compressor`` is no compressor, for instance a `PowerSGD`, which is passed as ``averaging``.
     ValueError
         If ``averaging`` is given together with ``feedback`` or ``topology``.
 
@@ -273,7 +275,7 @@ def hook(
     UserWarning
         In a backward pass, on every rank: if all ranks have the same gradients in the first one; or if the first
         compressed one moves elements whose gradients are 0 on all ranks, see `qcomp.CompressedSGD.step`. In a step, if
-        its optimizer divides by averages of squared gradients, of which the compressor keeps only signs.
+        its optimizer divides by averages of squared gradients, and the compressor keeps only their signs.
 
     Notes
     -----
@@ -281,8 +283,8 @@ def hook(
     parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. With
     PowerSGD, whose messages are short, a bucket is one part. Residuals are kept by parameter name and do not depend on
     the buckets, which DistributedDataParallel changes after its first iteration, and back after a restart. The means
-    equal those of a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech 2014
-    (feedback); Li et al., VLDB 2020 (buckets).
+    equal a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech 2014 (feedback);
+    Li et al., VLDB 2020 (buckets).
 
     Examples
     --------
@@ -305,8 +307,8 @@ def hook(
         averaging = Averaging(topology=topology, feedback=feedback)
     elif feedback is not None or topology != "auto":
         raise ValueError(
-            f"averaging is {averaging!r}, feedback {feedback!r} and topology {topology!r}; expected averaging alone, "
-            "which has the other two"
+            f"pass averaging, or feedback and topology, not both: averaging is {averaging!r}, feedback is "
+            f"{feedback!r} and topology is {topology!r}"
         )
     mean = GradientMean(
         compressor=compressor,

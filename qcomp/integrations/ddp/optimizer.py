@@ -22,8 +22,8 @@ from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.backward import BackwardPass, Bucket, Piece, put_means
 from qcomp.integrations.ddp.buckets import BucketedStep, SavesState, with_own_moments
+from qcomp.integrations.ddp.changed_gradients import GradientRecord, shared_verdict
 from qcomp.integrations.ddp.parameters import inside
-from qcomp.integrations.ddp.witness import Witness, shared_verdict
 from qcomp.private_names.torch import hooks_of, is_joined_without
 
 __all__ = ["OverlappedOptimizer"]
@@ -38,8 +38,8 @@ class OverlappedOptimizer(SavesState, Joinable):
     """1-bit Adam, or another optimizer that compresses, for a model under DistributedDataParallel.
 
     It registers a communication hook that averages gradients in the warm-up and momenta later, bucket by bucket during
-    the backward pass. `step` then updates the parameters. The steps equal those of ``optimizer.step`` on all gradients
-    at once, bit for bit.
+    the backward pass. `step` then updates the parameters. The steps equal ``optimizer.step`` on all gradients at once,
+    bit for bit.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class OverlappedOptimizer(SavesState, Joinable):
     MismatchError
         On every rank, if the ranks differ in the optimizer's settings or in the model.
     ValueError
-        If the optimizer needs all gradients before it can exchange any, or two of each.
+        If the optimizer needs all gradients before it can exchange any, or two gradients of each parameter.
 
     Notes
     -----
@@ -105,7 +105,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         )
         self._model = model
         self._saves = Saves()
-        self._witness: Witness | None = None
+        self._record: GradientRecord | None = None
         self._is_written_to: bool | None = None
         """Whether something writes to gradients between backward pass and step, perhaps without changing them; None
         before the first step, which may be one of momenta after a restart."""
@@ -120,7 +120,7 @@ class OverlappedOptimizer(SavesState, Joinable):
             known = [f", {hook.__module__}.{hook.__qualname__}," for hook in hooks_of(model)]
             raise RuntimeError(
                 f"model has a communication hook already{', '.join(known[:1])} and DistributedDataParallel takes only "
-                "one; expected a model without, since the optimizer averages: leave out the hook, or model="
+                "one; expected a model without a hook, since the optimizer averages: leave out the hook, or model="
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class OverlappedOptimizer(SavesState, Joinable):
 
     @property
     def parameters(self) -> tuple[tuple[str, ...], list[Any]]:
-        """The names of the parameters that DistributedDataParallel averages, and these."""
+        """The names of the parameters that DistributedDataParallel averages, and the parameters."""
         return self._step.params.names, self._step.params.tensors
 
     @property
@@ -178,7 +178,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         step, running = self._step, self._step.running
         if not running.ended:
             raise RuntimeError(
-                "step was called without a whole backward pass since the last one: no averaged gradient of "
+                "step was called, but since the last step no backward pass has averaged the gradient of "
                 f"{step.params.named(running.missing)}. If a forward pass does not use all parameters, create "
                 "DistributedDataParallel with find_unused_parameters=True"
             )
@@ -279,7 +279,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         self._agreed.set()
 
     def _require_told(self) -> None:
-        """Raise unless the settings are those of the backward pass, on all ranks."""
+        """Raise unless the settings are still as they were in the backward pass, on all ranks."""
         if self._live is None:
             return
         self._agreed.wait()
@@ -301,20 +301,20 @@ class OverlappedOptimizer(SavesState, Joinable):
 
     def _finish(self, running: BackwardPass) -> None:
         """Record the gradients at the end of the backward pass."""
-        self._witness = None
+        self._record = None
         if running.refusal is not None or not running.in_backward:
             return
         for part in running.parts:
             if part.of_gradients:
                 self._fill_in(part)
-        self._witness = Witness(
+        self._record = GradientRecord(
             [p.grad for p in self._step.params.tensors], sums=self._is_written_to is not False
         )
 
     def _fill_in(self, part: Piece) -> None:
         """Set the gradients of parameters that this rank did not use to the means.
 
-        DistributedDataParallel does not set those that no rank used, which may still have residuals.
+        DistributedDataParallel sets no gradient of parameters that no rank used, but these may still have residuals.
         """
         params = self._step.params
         assert part.means is not None
@@ -328,8 +328,8 @@ class OverlappedOptimizer(SavesState, Joinable):
     def _gradients_of(self, running: BackwardPass) -> dict[int, Any]:
         """Return `_gradients_to_use`, or raise what it raises on any rank.
 
-        Only steps of momenta compare, in which each rank has gradients of its own, and only if some rank has ever
-        written to its gradients: then each sends a byte to all others.
+        Ranks compare only in steps that average momenta, since only there each rank has its own gradients, and only if
+        some rank has ever written to its gradients. Then each rank sends a byte to all others.
         """
         problem, found = None, {}
         try:
@@ -354,12 +354,12 @@ class OverlappedOptimizer(SavesState, Joinable):
         NonFiniteError
             If a gradient was changed to a non-finite value.
         """
-        if self._witness is None:
+        if self._record is None:
             return {}  # gradients come only from other ranks' inputs, and this rank cannot have changed them
         params = self._step.params
         now = [p.grad for p in params.tensors]
-        changed = self._witness.changed(now)
-        self._is_written_to = bool(self._is_written_to) or self._witness.written_to(now)
+        changed = self._record.changed(now)
+        self._is_written_to = bool(self._is_written_to) or self._record.written_to(now)
         gone = [number for number in changed if params.tensors[number].grad is None]
         if gone:
             raise RuntimeError(

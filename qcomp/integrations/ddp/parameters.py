@@ -71,8 +71,8 @@ class AveragedParameters:
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"the parameter {thawed[0]!r} requires a gradient now, but did not when DistributedDataParallel was "
-                "created, which therefore never averages it: wrap the model again"
+                "wrap the model in DistributedDataParallel again, which does not average the gradient of the "
+                f"parameter {thawed[0]!r}: it requires a gradient now, but did not when the model was wrapped"
             )
 
     def gradients_in(self, bucket: Any) -> list[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""The CUDA stream of a conveyor's thread, which runs beside the backward pass."""
+"""The CUDA stream of an exchange thread, which runs beside the backward pass."""
 
 from __future__ import annotations
 

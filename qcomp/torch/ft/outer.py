@@ -33,7 +33,7 @@ class ElasticOuterLoop(QuorumMember):
     where they exchange. If the quorum is new, they go back to before the last exchange that not all of them have
     completed, and make it again. A new replica waits for the next exchange of the others. There it gets their
     parameters, their mean displacement since the last exchange, and the inner optimizer's state of one of them. A
-    replica is one process. It may begin with any parameters; the first quorum begins with those of one replica.
+    replica is one process. It may begin with any parameters; the first quorum copies one replica's parameters to all.
 
     Parameters
     ----------
@@ -65,12 +65,12 @@ class ElasticOuterLoop(QuorumMember):
 
     Notes
     -----
-    What a dead replica did since the last exchange is lost, with what it owed. The others repeat no inner step, unless
-    one of them had completed the last exchange when another had not: then the one that had goes back to it, with the
-    state of its inner optimizer. For that a replica keeps a copy of its parameters, buffers and inner states as they
-    were before the last exchange, and another copy while it exchanges. In the warm-up, gradients are averaged, each
-    step has a quorum, and a failed step is made again. So take the batch and the learning rate from `state` after each
-    `zero_grad`; schedulers of torch cannot be used, since they count steps themselves.
+    The inner steps of a dead replica since the last exchange are lost, with its residuals. The others repeat no inner
+    step, unless one of them had completed the last exchange when another had not: then the replica that had completed
+    it goes back to it, with the state of its inner optimizer. For that a replica keeps a copy of its parameters,
+    buffers and inner states as they were before the last exchange, and another copy while it exchanges. In the warm-up,
+    gradients are averaged, each step has a quorum, and a failed step is made again. So take the batch and the learning
+    rate from `state` after each `zero_grad`; schedulers of torch cannot be used, since they count steps themselves.
 
     A new replica receives inner states as ``torch.save`` writes them, and reads them with ``weights_only=True``. When
     the replicas have changed, parameters and outer gradients under way are averaged in full precision.
@@ -121,7 +121,7 @@ class ElasticOuterLoop(QuorumMember):
         return self._state
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
-        """Return copies of the shared parameters by name, to evaluate or save: those of the last exchange."""
+        """Return copies of the shared parameters by name, as of the last exchange, to evaluate or save."""
         values, names = self._named_values()
         return dict(zip(names, self._loop.shared(values, self._state), strict=True))
 
@@ -170,7 +170,7 @@ class ElasticOuterLoop(QuorumMember):
             If `zero_grad` was not called since the last step; or from the manager, as in `zero_grad`.
         NonFiniteError, MismatchError, ValueError
             As for `qcomp.OuterLoop.step`, on every replica. In the warm-up, nothing has changed then; after it, the
-            parameters are those after the inner step.
+            inner step is kept.
 
         Warns
         -----
@@ -268,7 +268,7 @@ class ElasticOuterLoop(QuorumMember):
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Restore the inner states and buffers of the step that all went back to; new replicas get those of another."""
+        """Restore the inner states and buffers of the step that all went back to; a new replica gets another's."""
         is_member = members[comm.rank]
         # Nothing is kept of the current step in the warm-up, before its forward pass.
         kept = (self._kept.get(held.history[-2].label) if is_member else None) or self._now()

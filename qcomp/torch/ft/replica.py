@@ -22,7 +22,7 @@ __all__ = ["QuorumMember"]
 
 
 class QuorumMember(ABC):
-    """Asks for quorums, and meets the replicas of new ones.
+    """Requests quorums, and connects to the replicas of each new quorum.
 
     Parameters
     ----------
@@ -85,9 +85,7 @@ class QuorumMember(ABC):
     def _require_ready(self) -> elastic.ElasticState:
         """Return what is held, if ``zero_grad`` was called since the last step."""
         if not self._is_ready:
-            raise RuntimeError(
-                "step was called without zero_grad before it, which asks for the quorum of the step"
-            )
+            raise RuntimeError("call zero_grad before step: zero_grad requests the quorum for the step")
         self._is_ready = False
         assert self._held is not None
         return self._held
@@ -114,8 +112,8 @@ class QuorumMember(ABC):
         """Refuse a step that the other replicas do not make, or that nobody counts."""
         if not self._is_stepping:
             raise RuntimeError(
-                f"step was called on the {type(optimizer).__name__} that a qcomp.torch.ft.{type(self).__name__} was "
-                "given; call step on the latter"
+                f"call step on the qcomp.torch.ft.{type(self).__name__}, not on the {type(optimizer).__name__} that "
+                "it was made with"
             )
 
     def _meet(self) -> bool:

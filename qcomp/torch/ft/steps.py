@@ -19,7 +19,7 @@ class Elastic(QuorumMember):
 
     It takes the place of ``torchft.Optimizer``: `zero_grad` asks for a quorum. If the quorum is new, the replicas go
     back to the last step that all of them completed, and new replicas get everything from the others. `step` averages.
-    A replica is one process. It may begin with any parameters; the first quorum begins with those of one replica.
+    A replica is one process. It may begin with any parameters; the first quorum copies one replica's parameters to all.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Elastic(QuorumMember):
     group : ProcessGroup
         The manager's process group.
     lost : {"drop", "restore"}, default "drop"
-        What becomes of what a dead replica owed, as for `qcomp.elastic.Elastic`.
+        What becomes of the residuals of a dead replica, as for `qcomp.elastic.Elastic`.
     every : int, default 100
         As for `qcomp.elastic.Elastic`.
 
@@ -51,7 +51,7 @@ class Elastic(QuorumMember):
     `step` may return True on a replica while on others the exchange failed, and the next quorum then undoes that step.
     So take the batch and the learning rate from `state` after each `zero_grad`; schedulers of torch cannot be used,
     since they count steps themselves. A replica that missed a quorum, because it was stopped or cut off, has been given
-    up meanwhile: it drops what it owed, and joins as a new replica does.
+    up meanwhile: it drops its residuals, and joins as a new replica does.
 
     Examples
     --------

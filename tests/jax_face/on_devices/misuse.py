@@ -229,7 +229,7 @@ def test_gradients_of_another_shape():
     values = stacked(2, 0, SHAPES)
     state, specs = started(tx, mesh_of(2), own(values))
     values["b"] = values["b"][:, :1]
-    with pytest.raises(ValueError, match=r"updates has at 'b' the shape \(1,\); state is of \(7,\)"):
+    with pytest.raises(ValueError, match=r"updates has at 'b' the shape \(1,\); state has \(7,\)"):
         trace(lambda g, s: tx.update(own(g), s)[0], mesh_of(2), (DATA, specs), values, state)
 
 

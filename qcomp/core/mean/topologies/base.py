@@ -122,7 +122,7 @@ class Topology(ABC):
         Parameters
         ----------
         tensors : sequence of arrays
-            Flat, of the sizes and dtypes of a call's values.
+            The flat tensors, with the sizes and dtypes of the values of a call.
         """
         return Codec(tensors)
 

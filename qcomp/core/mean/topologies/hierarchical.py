@@ -36,8 +36,8 @@ class Lanes:
     """How tensors are cut: into a lane for every rank of the smallest node, and each lane into a chunk for every node.
 
     Rank number l of a node works on lane l, together with rank number l of every other node. Each of these ranks is the
-    server of the lane's chunk that has the number of its node. With nodes of one rank there is one lane, and its chunks
-    are those of two phases.
+    server of the lane's chunk that has the number of its node. With nodes of one rank there is one lane, with the same
+    chunks as two phases.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class Lanes:
 
 @dataclass(frozen=True, eq=False)
 class _LaneLayout(Layout):
-    """A layout whose chunks are those of all lanes, one lane after the other."""
+    """A layout with the chunks of all lanes, one lane after the other."""
 
     lanes: Lanes
 
@@ -160,12 +160,12 @@ class Hierarchical(Topology):
     The vector is cut into L lanes of whole buckets, where L is the number of ranks of the smallest node. Rank number l
     of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so nodes of
     unequal sizes also give the mean over ranks. It compresses the result, and only it stores residuals for the lane: in
-    the sum identity, mean_i e_i is over nodes. If E is the bytes of the exact vector and b those of its payload, this
-    rank sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to other
-    nodes. A rank beyond the L-th of its node sends E inside the node. Each message of a lane has 8 more bytes, each
-    chunk of a lane up to 16 plus one for each rank, all padded to multiples of 8. With one rank per node, the result is
-    that of two phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the work of a
-    node.
+    the sum identity, mean_i e_i is over nodes. If E is the bytes of the exact vector and b the bytes of its payload,
+    this rank sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to
+    other nodes. A rank beyond the L-th of its node sends E inside the node. Each message of a lane has 8 more bytes,
+    each chunk of a lane up to 16 plus one for each rank, all padded to multiples of 8. With one rank per node, the
+    result equals two phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the work of
+    a node.
 
     A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of it from the
     relayed messages, and then raise with the same text.

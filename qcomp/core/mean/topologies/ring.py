@@ -17,7 +17,7 @@ from qcomp.core.reporting import name_ranks
 __all__ = ["Ring", "residuals_of"]
 
 _SERVER, _FIRST_HOP = 1, 2
-"""The hops of the draws: that of the mean, and that of the sums of the first exchange."""
+"""The hops of the draws: one for the mean, and one for the sums of the first exchange."""
 
 
 def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
@@ -67,11 +67,11 @@ class Ring(Topology):
     If b is the bytes of the payload of the whole vector, a rank sends 2 (N - 1) / N * b, as in two phases, but to one
     neighbour; each message also has 8 bytes of verdict and one for each rank, padded. Values are added in the order of
     the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased compressor the
-    mean is unbiased, and its variance is the sum of the variances of all roundings, those of sums divided by N^2. The
-    owner's part is rounded only once. With two ranks, this is the difference from two phases, where a server also
-    rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not. A
-    rank checks what it compresses, not its own part of it: a finite value of 2^100 or more passes where the sum that it
-    is part of, or the owner's mean, is below.
+    mean is unbiased, and its variance is the sum of the variances of all roundings, where the variances of sums are
+    divided by N^2. The owner's part is rounded only once. With two ranks, this is the difference from two phases, where
+    a server also rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
+    A rank checks what it compresses, not its own part of it: a finite value of 2^100 or more passes where the sum that
+    it is part of, or the owner's mean, is below.
     """
 
     name = "ring"
@@ -200,7 +200,7 @@ class _Share:
         return message, (accused or {sender}) if self.codec.refuses(message, frame, sender) else set()
 
     def _to_the_right(self, sealed: Array, owner: int) -> AllToAll:
-        """Return an exchange that sends the message of an owner's chunk right, and receives that of the next owner."""
+        """Return an exchange that sends the message of an owner's chunk right, and receives the next owner's."""
         nothing = from_host_bytes(b"", sealed)
         size = sealed_size(self.layout.message_sizes[(owner - 1) % self.size], self.size)
         right, ranks = (self.rank + 1) % self.size, range(self.size)

@@ -87,7 +87,7 @@ class TwoPhase(Topology):
         return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals, unread)
 
     def answers(self, layout: Layout) -> Layout:
-        """Return the layout of the messages that servers send: here that of the messages they receive."""
+        """Return the layout of the messages that servers send: here the same as of the messages they receive."""
         return layout
 
     def serve(

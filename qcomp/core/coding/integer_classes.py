@@ -1,8 +1,8 @@
 """Classes of non-negative integers: small ones exactly, large ones by their first bits.
 
-With m fine bits, every k below 2^(m+1) has its own class. Of the larger numbers, class (e << m) + (k >> e) holds those
-that agree in their length and first m + 1 bits; the other e bits are spare. So a class is never wider than 2^-m times
-its smallest number.
+With m fine bits, every k below 2^(m+1) has its own class. Class (e << m) + (k >> e) holds the larger numbers with the
+same length and the same first m + 1 bits; the other e bits are spare. So a class is never wider than 2^-m times its
+smallest number.
 """
 
 __all__ = ["class_of", "smallest", "spare_bits"]

@@ -59,8 +59,9 @@ class ElasticState(NamedTuple):
     since : int
         The label of the first snapshot that this rank ever had.
     history : tuple of Snapshot
-        The last is the current one. Before it comes the one from before the last computation that exchanged anything:
-        other ranks may have to go back to it. With ``lost="restore"``, the last one with copies comes before that.
+        The last is the current one. Before it comes the snapshot from before the last computation that exchanged
+        anything, since other ranks may have to go back to it. With ``lost="restore"``, the last snapshot with copies
+        comes before that.
     """
 
     since: int
@@ -77,7 +78,7 @@ class ElasticState(NamedTuple):
         return self.history[-1].state
 
     def moved(self, params: Any) -> "ElasticState":
-        """Return this state with other current parameters: those after an inner step of an outer loop.
+        """Return this state with new parameters, from an inner step of an outer loop.
 
         Parameters
         ----------
@@ -96,9 +97,9 @@ class Elastic:
     `resume`: they go back to the last snapshot that all of them have, and convert its state to the new number of ranks.
     If `resume` fails too, they repeat this.
 
-    The arrays that a rank alone has die with it: residuals and, in some optimizers, momenta. With N ranks, E = mean_i
-    e_i + e_s is owed; of that, a dead rank d had D = e_d / N + e_s of the chunk that it served. After `resume`, exactly
-    E - D is owed: the sum of what was sent and what is owed is the same as before, less D.
+    Arrays that only one rank has are lost with it: residuals and, in some optimizers, momenta. With N ranks, E = mean_i
+    e_i + e_s is owed; of that, a dead rank d had D = e_d / N + e_s of the chunk that it served. After `resume`,
+    residuals add up to exactly E - D: sent values plus residuals are the same as before, minus D.
 
     Parameters
     ----------
@@ -129,8 +130,8 @@ class Elastic:
 
     Momenta and sums that differ between ranks by design, as in `ZeroOneAdam` between synchronisations, become the mean
     over the remaining ranks. In an outer round, so do the ranks' parameters and their outer gradients under way: the
-    mean outer gradient is that of the remaining ranks. An array that only one rank has, as the owner of a tensor in
-    `Muon`, begins at zero if it is dropped. The caller is responsible for the state of inner optimizers.
+    mean outer gradient is the mean over the remaining ranks. An array that only one rank has, as the owner of a tensor
+    in `Muon`, begins at zero if it is dropped. The caller is responsible for the state of inner optimizers.
 
     Examples
     --------
@@ -210,7 +211,7 @@ class Elastic:
         optimizer = self.optimizer
         if isinstance(optimizer, OuterLoop):
             raise TypeError(
-                "optimizer is an OuterLoop, whose steps take parameters and no gradients; call run instead"
+                "call run instead of step: optimizer is an OuterLoop, whose steps take parameters and no gradients"
             )
         return self.run_stages(lambda params, state: optimizer.stages(params, grads, state), held)
 
@@ -305,7 +306,7 @@ class Elastic:
         comm : Communicator
             A new communicator, whose ranks may have any order. At least one of them must not be new.
         params : array or sequence of arrays, optional
-            For a rank that joins: its parameters, with any values, since it gets those of the others.
+            For a rank that joins: its parameters, with any values, since it receives the others' values.
         names : sequence of str, optional
             For a rank that joins: as for ``optimizer.init``.
 
@@ -387,7 +388,7 @@ class Elastic:
         return ElasticState(held.since, history), meeting.report(size)
 
     def _states(self, here: Snapshot, meeting: Meeting, rank: int) -> list[OptimizerState]:
-        """Return the states of the old world that this rank contributes: its own, and those of dead ranks."""
+        """Return the states of the old world that this rank contributes: its own, and the states of dead ranks."""
         states = [self._whole(here)]
         if here.left is not None and rank in meeting.copies.values():
             states.append(here.left)
@@ -434,7 +435,7 @@ class Elastic:
         return tuple([json.loads(text) for text in texts])
 
     def _copy(self, last: Snapshot) -> Stages[Snapshot]:
-        """Send the arrays that this rank alone has to the next rank; return the snapshot with those of the previous."""
+        """Send the arrays that only this rank has to the next rank; return the snapshot with the previous rank's."""
         state, like = self._whole(last), as_tensors(last.params, "params")[0]
         if state.size == 1:
             return last

@@ -13,13 +13,13 @@ from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.integrations.ddp.parameters import is_dense
 from qcomp.private_names.torch import writes_to
 
-__all__ = ["Witness", "shared_verdict"]
+__all__ = ["GradientRecord", "shared_verdict"]
 
 _SAMPLE = 64
 _UNTOUCHED, _WRITTEN_TO, _REFUSED = b"\0", b"\1", b"\2"
 
 
-class Witness:
+class GradientRecord:
     """Records gradients, to tell later which of them were changed.
 
     A gradient was changed if it is another tensor, or if torch has counted a write to it. Torch does not count writes

@@ -29,9 +29,9 @@ def kept_delta(k: int, bucket_size: int, bits: int) -> float:
     lost part is sum e_i^2 plus the squares of the dropped elements, at most (n - k) a_k^2. A short number is off by at
     most 2^-4 of itself.
 
-    With up to two bits, let S = sum a_i. The errors are at most those of one level at the mean, so at least (1 - 2^-8)
-    S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j = k, and
-    k / j from there on. So delta is min(1 / k, k / n), but for the rounding.
+    With up to two bits, let S = sum a_i. The errors are at most as large as with one level at the mean, so at least (1
+    - 2^-8) S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j =
+    k, and k / j from there on. So delta is min(1 / k, k / n), but for the rounding.
 
     With m > 2 levels, let X = a_1 - a_k. The largest square is captured but for 2^-8 of it, and so is a_k^2 of each
     element: together at least (1 - 2^-8) (X^2 + k a_k^2). The others lose at most half a step, X / (2 (m - 1)), plus

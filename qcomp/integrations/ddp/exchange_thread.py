@@ -15,7 +15,7 @@ from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse, owned
 
-__all__ = ["Conveyor", "Parcel", "require_unoccupied"]
+__all__ = ["ExchangeThread", "ThreadJob", "require_unoccupied"]
 
 _JOINED_BYTES = 1 << 20
 """Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
@@ -23,14 +23,14 @@ _JOINED_BYTES = 1 << 20
 _END_SECONDS = 1.0
 """How long the end of the process waits for jobs that are still running."""
 
-_busy: weakref.WeakSet[Conveyor] = weakref.WeakSet()
-"""Those between `Conveyor.occupy` and `Conveyor.release`."""
+_busy: weakref.WeakSet[ExchangeThread] = weakref.WeakSet()
+"""The threads between `ExchangeThread.occupy` and `ExchangeThread.release`."""
 _claims = threading.RLock()
 
 
 @dataclass(eq=False)
-class Parcel:
-    """A computation in stages and its callbacks, which run in the conveyor's thread."""
+class ThreadJob:
+    """A computation in stages and its callbacks, which run in the exchange thread."""
 
     stages: Stages[Any]
     done: Callable[[Any], None]
@@ -38,11 +38,11 @@ class Parcel:
     context: Callable[[], AbstractContextManager[Any]]
     """Entered whenever the job runs."""
     joins: bool = False
-    """Whether its exchanges are made together with those of later jobs, because its messages are short."""
+    """Whether its exchanges are made together with the exchanges of later jobs, because its messages are short."""
     pending: Pending | None = field(default=None, init=False)
 
 
-class Conveyor:
+class ExchangeThread:
     """Runs jobs in order of arrival, each one exchange further than the next.
 
     When jobs arrive, it starts their first exchanges, then moves each earlier job one exchange further, the oldest
@@ -59,8 +59,8 @@ class Conveyor:
     Parameters
     ----------
     comm : Verbs
-        A communicator with ``start``; nobody else may use it while jobs are running. Several conveyors may have it, one
-        after the other, see `occupy`. A new one ends what earlier ones have not released.
+        A communicator with ``start``; nobody else may use it while jobs are running. Several exchange threads may have
+        it, one after the other, see `occupy`. A new thread ends the pass that an earlier one has not released.
     """
 
     def __init__(self, comm: Verbs) -> None:
@@ -68,25 +68,25 @@ class Conveyor:
         with _claims:  # a backward pass that was interrupted never ends
             for other in [each for each in _busy if each.comm is comm]:
                 _busy.discard(other)
-        self._queue: SimpleQueue[tuple[Sequence[Parcel], bool] | None] = SimpleQueue()
-        self._under_way: deque[Parcel] = deque()
-        self._waiting: list[tuple[Parcel, Exchange]] = []
+        self._queue: SimpleQueue[tuple[Sequence[ThreadJob], bool] | None] = SimpleQueue()
+        self._under_way: deque[ThreadJob] = deque()
+        self._waiting: list[tuple[ThreadJob, Exchange]] = []
         self._broken: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def occupy(self) -> None:
-        """Keep other conveyors from the communicator until `release`; raise RuntimeError if one has occupied it."""
+        """Keep other exchange threads from the communicator until `release`; RuntimeError if one has occupied it."""
         with _claims:
             require_unoccupied(self.comm, by_others_than=self)
             _busy.add(self)
 
     def release(self) -> None:
-        """Let other conveyors use the communicator; there are no more exchanges to start."""
+        """Let other exchange threads use the communicator; there are no more exchanges to start."""
         with _claims:
             _busy.discard(self)
 
-    def put(self, jobs: Sequence[Parcel], *, last: bool) -> None:
-        """Add some jobs, and return at once. No jobs follow the ``last`` ones before these are done."""
+    def put(self, jobs: Sequence[ThreadJob], *, last: bool) -> None:
+        """Add some jobs, and return at once. After jobs with ``last``, put no more until they are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qcomp-ddp", daemon=True)
             self._thread.start()
@@ -117,11 +117,11 @@ class Conveyor:
                     if job in self._under_way:
                         self._advance(job)
 
-    def _begin(self, job: Parcel) -> None:
+    def _begin(self, job: ThreadJob) -> None:
         """Let a job compute up to its first exchange, and wait."""
         self._run_job(job, lambda: self._waiting.append((job, next(job.stages))))
 
-    def _advance(self, job: Parcel) -> None:
+    def _advance(self, job: ThreadJob) -> None:
         """Move a job to its next exchange, or to its end."""
 
         def advance() -> None:
@@ -131,7 +131,7 @@ class Conveyor:
         if not self._run_job(job, advance):
             self._under_way.remove(job)
 
-    def _run_job(self, job: Parcel, work: Callable[[], None]) -> bool:
+    def _run_job(self, job: ThreadJob, work: Callable[[], None]) -> bool:
         """Do some work of a job; return whether it goes on, and tell its outcome otherwise."""
         with job.context():
             try:
@@ -149,14 +149,14 @@ class Conveyor:
             return False
 
 
-def require_unoccupied(comm: Verbs, *, by_others_than: Conveyor | None = None) -> None:
-    """Raise RuntimeError if a conveyor occupies a communicator: the order of exchanges could differ between ranks."""
+def require_unoccupied(comm: Verbs, *, by_others_than: ExchangeThread | None = None) -> None:
+    """Raise RuntimeError if an exchange thread occupies a communicator: ranks could order exchanges differently."""
     with _claims:
         others = [each for each in _busy if each.comm is comm and each is not by_others_than]
     if others:
         raise RuntimeError(
-            f"comm is {comm!r}, over which another backward pass averages that has not ended; expected one that serves "
-            "no other model in a backward pass: leave out comm, so that each model has its own, or make one for each"
+            "leave out comm, or make a communicator for each model: the backward pass of another model still "
+            f"averages over comm, which is {comm!r}"
         )
 
 
@@ -167,7 +167,7 @@ def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
         thread.join(_END_SECONDS)
 
 
-def _joined(waiting: Sequence[tuple[Parcel, Exchange]]) -> Parcel:
+def _joined(waiting: Sequence[tuple[ThreadJob, Exchange]]) -> ThreadJob:
     """Return one job in place of several that wait before their first exchanges."""
     jobs = [job for job, _ in waiting]
 
@@ -181,7 +181,7 @@ def _joined(waiting: Sequence[tuple[Parcel, Exchange]]) -> Parcel:
 
     stages = fuse([_resumed(job.stages, first) for job, first in waiting])
     owner = waiting[0][1].owner
-    return Parcel(stages if owner is None else owned(stages, owner), done, failed, jobs[-1].context)
+    return ThreadJob(stages if owner is None else owned(stages, owner), done, failed, jobs[-1].context)
 
 
 def _resumed(stages: Stages[Any], request: Exchange) -> Stages[Any]:

@@ -25,7 +25,7 @@ class Contract:
     subject : str
         What is checked, and on which library.
     groups : sequence of sequences of Attempt
-        The laws. Those of a group rely on the groups before it, and run only if all laws of these hold.
+        The laws. Laws of a group rely on the groups before it, and run only if all earlier laws hold.
     before : mapping of str to callable
         Preparations by the name of the law that needs them; they run before all laws.
     """

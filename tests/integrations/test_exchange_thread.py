@@ -1,4 +1,4 @@
-"""The order in which a conveyor makes exchanges: the same on all ranks, however long each takes."""
+"""The order in which an exchange thread makes exchanges: the same on all ranks, however long each takes."""
 
 import contextlib
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllGather
-from qcomp.integrations.ddp.conveyor import Conveyor, Parcel, require_unoccupied
+from qcomp.integrations.ddp.exchange_thread import ExchangeThread, ThreadJob, require_unoccupied
 
 PATIENCE = 60
 
@@ -55,11 +55,13 @@ def carry():
                 results[name] = result
                 over.release()
 
-            return Parcel(stages(name, exchanges), done=end, failed=end, context=contextlib.nullcontext)
+            return ThreadJob(stages(name, exchanges), done=end, failed=end, context=contextlib.nullcontext)
 
-        conveyor = Conveyor(comm)
+        exchange_thread = ExchangeThread(comm)
         for number, batch in enumerate(batches, start=1):
-            conveyor.put([job(name, exchanges) for name, exchanges in batch], last=number == len(batches))
+            exchange_thread.put(
+                [job(name, exchanges) for name, exchanges in batch], last=number == len(batches)
+            )
         for batch in batches:
             for _ in batch:
                 assert over.acquire(timeout=PATIENCE)
@@ -144,11 +146,11 @@ def join():
                 results[name] = result
                 over.release()
 
-            return Parcel(stages(name, sizes), end, end, contextlib.nullcontext, joins=True)
+            return ThreadJob(stages(name, sizes), end, end, contextlib.nullcontext, joins=True)
 
-        conveyor = Conveyor(comm)
+        exchange_thread = ExchangeThread(comm)
         for number, (name, sizes) in enumerate(jobs, start=1):
-            conveyor.put([job(name, sizes)], last=number == len(jobs))
+            exchange_thread.put([job(name, sizes)], last=number == len(jobs))
         for _ in jobs:
             assert over.acquire(timeout=PATIENCE)
         return comm.sizes, results
@@ -189,7 +191,7 @@ import threading, time
 from types import SimpleNamespace
 from contextlib import nullcontext
 import torch
-from qcomp.integrations.ddp.conveyor import Conveyor, Parcel
+from qcomp.integrations.ddp.exchange_thread import ExchangeThread, ThreadJob
 
 torch.set_num_threads(1)
 arrived = threading.Event()
@@ -204,38 +206,38 @@ def done(result):
     while time.monotonic() < until:
         torch.futures.Future().set_result(torch.ones(9))
 
-Conveyor(SimpleNamespace(start=None)).put([Parcel(stages(), done, print, nullcontext)], last=True)
+ExchangeThread(SimpleNamespace(start=None)).put([ThreadJob(stages(), done, print, nullcontext)], last=True)
 assert arrived.wait(30)
 """
 
 
 class TestOccupy:
-    """One communicator serves several conveyors, one after the other."""
+    """One communicator serves several exchange threads, one after the other."""
 
-    def test_another_conveyor_is_refused_until_release(self):
+    def test_another_thread_is_refused_until_release(self):
         comm = Communicator()
-        first, second = Conveyor(comm), Conveyor(comm)
+        first, second = ExchangeThread(comm), ExchangeThread(comm)
         for end in (first.release, first.close):
             first.occupy()
             first.occupy()
             for refused in (second.occupy, lambda: require_unoccupied(comm)):
-                with pytest.raises(RuntimeError, match="over which another backward pass averages"):
+                with pytest.raises(RuntimeError, match="the backward pass of another model still averages"):
                     refused()
-            Conveyor(Communicator()).occupy()
+            ExchangeThread(Communicator()).occupy()
             end()
             second.occupy()
             second.release()
 
-    def test_a_new_conveyor_ends_an_interrupted_pass(self):
+    def test_a_new_thread_ends_an_interrupted_pass(self):
         comm = Communicator()
-        interrupted, other = Conveyor(comm), Conveyor(Communicator())
+        interrupted, other = ExchangeThread(comm), ExchangeThread(Communicator())
         interrupted.occupy()
         other.occupy()
-        new = Conveyor(comm)
+        new = ExchangeThread(comm)
         new.occupy()
-        with pytest.raises(RuntimeError, match="comm is"):
+        with pytest.raises(RuntimeError, match="leave out comm"):
             require_unoccupied(other.comm)
-        with pytest.raises(RuntimeError, match="comm is"):
+        with pytest.raises(RuntimeError, match="leave out comm"):
             interrupted.occupy()
 
 
