@@ -12,7 +12,7 @@ from qcomp.comm.local import LocalCommunicator
 from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.random import Key
 from qcomp.planning import measure
-from qcomp.planning.units import count
+from qcomp.planning.numbers_with_units import count
 from qcomp.version import __version__
 
 __all__ = ["EPILOG", "add_arguments", "run"]

@@ -20,8 +20,8 @@ from qcomp.planning.advice import Advice, compressors_for, methods_of
 from qcomp.planning.cluster import INSIDE
 from qcomp.planning.evidence import TASKS
 from qcomp.planning.network import agreed
+from qcomp.planning.numbers_with_units import bandwidth, count, seconds, show_bandwidth, show_seconds
 from qcomp.planning.picture import draw
-from qcomp.planning.units import bandwidth, count, seconds, show_bandwidth, show_seconds
 
 if TYPE_CHECKING:
     from qcomp.comm import Communicator

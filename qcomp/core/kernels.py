@@ -125,7 +125,7 @@ class Coders(NamedTuple):
     first_invalid: Callable[[memoryview, memoryview, int], int]
     """Levels, signs, largest level: the index of the first element out of range, or -1."""
     paper_encode: Callable[[memoryview, memoryview], bytes]
-    """Levels, signs: the code of `qcomp.core.coding.paper`."""
+    """Levels, signs: the code of `qcomp.core.coding.qsgd_codes`."""
     paper_decode: Callable[[memoryview, int, int], tuple[bytearray, bytearray]]
     """Code, size, largest level: levels and signs."""
     count_classes: Callable[[memoryview, int, int], list[int]]

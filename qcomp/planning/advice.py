@@ -16,7 +16,7 @@ from qcomp.planning.evidence import STUDIED, TASKS, UNMEASURED, Evidence, eviden
 from qcomp.planning.machine import CPU, Machine
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method, StepTime, pays_between, require_share, run_speedup, step_time
-from qcomp.planning.units import finite, show_bandwidth, show_bytes, show_seconds
+from qcomp.planning.numbers_with_units import finite, show_bandwidth, show_bytes, show_seconds
 
 __all__ = ["WORTHWHILE", "Advice", "Row", "advise", "compressors_for", "methods_for", "methods_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qcomp.planning.cluster import Cluster, Link
 from qcomp.planning.machine import LowRankSpeed, Machine, Speed
-from qcomp.planning.units import finite
+from qcomp.planning.numbers_with_units import finite
 
 __all__ = ["Measured"]
 

@@ -15,7 +15,7 @@ from qcomp.planning.cluster import Cluster, Job
 from qcomp.planning.measurement import Measured
 from qcomp.planning.methods import MuonMethod, PowerSGDMethod
 from qcomp.planning.model import ALLREDUCES, Method, step_time
-from qcomp.planning.units import show_bandwidth, show_seconds
+from qcomp.planning.numbers_with_units import show_bandwidth, show_seconds
 
 __all__ = ["warn_if_slower"]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import FAMILIES, drawn, sizes, vector
 from qcomp.testing.law_groups import Contract
 from qcomp.testing.laws import FORM_LAWS, MEAN_LAWS, STATE_LAWS, VALUE_LAWS, VECTOR_LAWS

@@ -9,8 +9,8 @@ import numpy as np
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.topologies.base import Topology
 from qcomp.core.optimizers.base import Optimizer
-from qcomp.testing.case import Case
 from qcomp.testing.communicators import communicator_contract
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.contract import compressor_contract
 from qcomp.testing.kernels import kernel_contract
 from qcomp.testing.law_groups import Contract

@@ -7,7 +7,7 @@ import numpy as np
 
 from qcomp.core.numeric.arrays import device
 from qcomp.core.numeric.random import Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import doubles, flushed, rounded, vector
 from qcomp.testing.libraries import has_dtype, to_numpy
 

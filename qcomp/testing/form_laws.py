@@ -14,7 +14,7 @@ from qcomp.core.numeric.arrays import dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.registry import compressor as from_spec
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import sizes, tested_bucket, vector
 from qcomp.testing.libraries import to_numpy
 

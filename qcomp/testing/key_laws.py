@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from qcomp.core.numeric.random import SHARED_RANK, Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import Vector, to_numpy
 

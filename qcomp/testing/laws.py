@@ -18,7 +18,7 @@ from qcomp.core.numeric.bitplanes import unpack
 from qcomp.core.numeric.buckets import blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.dtype_laws import (
     decoded_in_another_dtype,
     double_precision,

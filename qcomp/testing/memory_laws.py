@@ -10,7 +10,7 @@ import numpy as np
 from qcomp.core import feedback
 from qcomp.core.numeric.arrays import array_namespace, compute_dtype_name, dtype_name, is_mutable
 from qcomp.core.numeric.random import Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import flushed, vector
 from qcomp.testing.libraries import Vector, has_dtype, library_name, to_numpy
 

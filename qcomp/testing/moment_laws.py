@@ -8,7 +8,7 @@ import numpy as np
 
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import LONGEST_BUCKET, flushed, vector
 from qcomp.testing.libraries import Vector
 from qcomp.testing.worst_cases import HITS, row_length

@@ -7,7 +7,7 @@ import numpy as np
 from qcomp.core.errors import PayloadError
 from qcomp.core.numeric.arrays import array_namespace, device
 from qcomp.core.payload import Payload
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import flushed, sizes, tested_bucket, vector
 from qcomp.testing.libraries import Vector, to_numpy
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from qcomp.core.numeric.random import Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import Vector
 

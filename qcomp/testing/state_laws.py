@@ -18,7 +18,7 @@ import qcomp
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.environments import ENVIRONMENTS, in_another_process
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import to_numpy

@@ -8,7 +8,7 @@ import numpy as np
 from qcomp.core.numeric.arrays import TINY
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import doubles, flushed, vector
 from qcomp.testing.libraries import Vector
 from qcomp.testing.payload_laws import announced_length, coder_loses_nothing

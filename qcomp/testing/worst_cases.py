@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qcomp.core.numeric.random import Key
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import LONGEST_BUCKET, adversarial, at_every_scale, flushed
 from qcomp.testing.libraries import Vector
 

@@ -15,7 +15,7 @@ from qcomp.core.optimizers.own_counts import own_counts, with_own_counts
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name
 from qcomp.torch.optimizer import AveragingOptimizer
-from qcomp.torch.saved import OfRank
+from qcomp.torch.state_format import OfRank
 
 __all__ = ["BeginsAsAdamW"]
 

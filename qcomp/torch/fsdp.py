@@ -24,7 +24,7 @@ from qcomp.torch.exchanges import (
     Rules,
     ScatteredGradients,
 )
-from qcomp.torch.units import Unit, units_of
+from qcomp.torch.fsdp_units import Unit, units_of
 
 __all__ = ["Compression", "compress"]
 

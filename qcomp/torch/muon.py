@@ -12,7 +12,7 @@ from qcomp.core.compressors import LloydMax, ScaledSign
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.reporting import warn_caller
 from qcomp.core.variance.schedules import Schedule
-from qcomp.torch.live import exact_of
+from qcomp.torch.group_settings import exact_of
 from qcomp.torch.optimizer import AveragingOptimizer
 
 __all__ = ["Muon"]

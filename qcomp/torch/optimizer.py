@@ -25,9 +25,9 @@ from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 from qcomp.integrations.ddp.parameters import inside
 from qcomp.private_names.torch import found_inf, grad_scale
-from qcomp.torch.alike import COMPARED, compare_parameters, of_first_rank
+from qcomp.torch.equal_parameters import COMPARED, compare_parameters, of_first_rank
 from qcomp.torch.group_keys import require_read
-from qcomp.torch.live import LiveSettings, compressors_of, exact_of
+from qcomp.torch.group_settings import LiveSettings, compressors_of, exact_of
 from qcomp.torch.parameters import (
     inside_wrapper,
     names_of,
@@ -35,7 +35,7 @@ from qcomp.torch.parameters import (
     require_dense,
     require_memory_of_its_own,
 )
-from qcomp.torch.saving import SavedOptimizer
+from qcomp.torch.state_saving import SavedOptimizer
 
 __all__ = ["AveragingOptimizer", "communicator", "untraced"]
 

@@ -25,10 +25,10 @@ from qcomp.core.outer.settings import WARMUP
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import wrapped_in
-from qcomp.torch.alike import of_first_rank
+from qcomp.torch.equal_parameters import of_first_rank
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import plain_products
-from qcomp.torch.trained import Trained
+from qcomp.torch.trained_parameters import Trained
 
 __all__ = ["OuterLoop"]
 

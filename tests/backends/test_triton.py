@@ -20,7 +20,7 @@ import qcomp
 from qcomp.core import primitives
 from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.core.numeric.random import fold_key, philox4x32
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.dtype_laws import half_precision
 from qcomp.testing.inputs import FAMILIES, vector
 from qcomp.testing.key_laws import key_names_the_draws

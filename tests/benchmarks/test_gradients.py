@@ -136,7 +136,7 @@ def test_pure_loops_write_the_same_codes():
 def test_lengths_by_hand():
     signed = np.asarray([0, -1, 0, 3])
     assert gradients.entropy(signed) == pytest.approx(-0.5 * math.log2(0.5) - 0.5 * math.log2(0.25) + 0.5)
-    # See the examples of qcomp.core.coding.paper: 13 and 15 bits after one byte.
+    # See the examples of qcomp.core.coding.qsgd_codes: 13 and 15 bits after one byte.
     assert gradients.elias_bytes(np.abs(signed)) == {"dense": 3, "sparse": 3}
     code = coding.encode("elias", *gradients.as_bytes(signed), largest=3)
     assert len(code) == 3

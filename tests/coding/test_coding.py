@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp.backends import choice, registry
 from qcomp.core import coding, kernels
-from qcomp.core.coding import PURE, paper, range_coder
+from qcomp.core.coding import PURE, qsgd_codes, range_coder
 from qcomp.core.errors import PayloadError
 
 SIZES = (0, 1, 2, 7, 8, 100, 4097, (1 << 14) - 1, 1 << 14, (1 << 14) + 3)
@@ -228,7 +228,7 @@ def test_only_dense_codes_of_an_encoder_are_accepted():
     """Of all two-byte bodies for three elements, as many are accepted as vectors have a dense code of that length."""
     short = 0
     for signed in itertools.product(range(-3, 4), repeat=3):
-        short += 8 < paper.dense_length(array("H", map(abs, signed))) <= 16
+        short += 8 < qsgd_codes.dense_length(array("H", map(abs, signed))) <= 16
     bodies = (i.to_bytes(2, "big") for i in range(1 << 16))
     assert sum(not refused("elias", b"\0" + body, 3, 3) for body in bodies) == short > 100
 

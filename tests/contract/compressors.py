@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import qcomp
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.contract import compressor_contract
 
 COMPRESSORS = [

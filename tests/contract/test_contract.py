@@ -9,7 +9,7 @@ import torch
 
 import qcomp
 from qcomp.testing import check_compressor, read_only_numpy
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.contract import compressor_contract
 from tests.contract.compressors import COMPRESSORS, check_but_averages
 

@@ -15,7 +15,7 @@ from qcomp import NonFiniteError, Payload, PayloadError, TopK
 from qcomp.core import coding, primitives
 from qcomp.core.coding import gaps
 from qcomp.core.compressors.sparse_levels import kept_delta
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.contract import compressor_contract
 from qcomp.testing.inputs import FAMILIES, vector
 from tests.core.worlds import average, start

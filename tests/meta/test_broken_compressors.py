@@ -15,7 +15,7 @@ from qcomp.core.numeric.bitplanes import pack
 from qcomp.core.numeric.sums import tree_sum
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.testing import ContractError, check_compressor
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.contract import compressor_contract
 from qcomp.testing.laws import LAWS, VECTOR_LAWS
 from tests.contract.compressors import check_but_averages

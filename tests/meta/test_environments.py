@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import qcomp
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.environments import ENVIRONMENTS
 from qcomp.testing.state_laws import same_in_another_process
 

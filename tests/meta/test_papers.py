@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qcomp.testing import check_compressor
-from qcomp.testing.case import Case
+from qcomp.testing.compressor_case import Case
 from qcomp.testing.contract import compressor_contract
 
 from . import forgeries, papers

@@ -23,7 +23,7 @@ from qcomp.planning import (
     warn_if_slower,
 )
 from qcomp.planning.advice import WORTHWHILE
-from qcomp.planning.units import show_bandwidth, show_seconds
+from qcomp.planning.numbers_with_units import show_bandwidth, show_seconds
 
 JOB = Job(25_000_000, 0.3)
 SLOW, FAST = Cluster(8, Link(12.5e6)), Cluster(8, Link(50e9, 5e-6))

@@ -129,8 +129,8 @@ def test_one_key_for_all_ranks_would_be_detected(said, tmp_path):
     first, second = said(
         2,
         f"""
-import qcomp.torch.saved
-qcomp.torch.saved.of_rank = lambda rank, size: "rank 0 of 2"
+import qcomp.torch.state_format
+qcomp.torch.state_format.of_rank = lambda rank, size: "rank 0 of 2"
 model, optimizer = made("OneBitAdam")
 train(model, optimizer, range(FREEZE + 3))
 dcp.save(plain(model, optimizer), checkpoint_id={str(tmp_path)!r})

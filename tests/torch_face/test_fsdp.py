@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import qcomp
 import qcomp.torch.fsdp
 from qcomp.torch.fsdp import compress
-from qcomp.torch.units import units_of
+from qcomp.torch.fsdp_units import units_of
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the states come from|the dicts come from|.*another number of ranks")

@@ -8,7 +8,7 @@ import torch
 
 import qcomp
 import qcomp.torch
-from qcomp.torch.saved import _inside_wrappers
+from qcomp.torch.state_format import _inside_wrappers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the variance is frozen after")
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.9), "freeze": 2, "compressor": qcomp.ScaledSign(64), "exact": None}

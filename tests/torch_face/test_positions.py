@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import qcomp.torch  # noqa: E402
 from qcomp.torch import positions  # noqa: E402
 from qcomp.torch.positions import Positions  # noqa: E402
-from qcomp.torch.trained import Trained  # noqa: E402
+from qcomp.torch.trained_parameters import Trained  # noqa: E402
 
 ALONE = qcomp.comm.LocalCommunicator.alone()
 

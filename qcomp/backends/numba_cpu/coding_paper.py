@@ -1,4 +1,4 @@
-"""Compiled loops of the QSGD paper's codes, as in `qcomp.core.coding.paper`, with tables of short codewords."""
+"""Compiled loops of the QSGD paper's codes, as in `qcomp.core.coding.qsgd_codes`, with tables of short codewords."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from qcomp.backends.numba_cpu.coding_range import as_int
 from qcomp.backends.numba_cpu.jit import Bytes, Halves, Longs, Words, borrow, inline, kernel
 from qcomp.core.coding.elias import omega
-from qcomp.core.coding.paper import DENSE, SPARSE
+from qcomp.core.coding.qsgd_codes import DENSE, SPARSE
 from qcomp.core.errors import PayloadError
 
 __all__ = ["decode", "encode"]

@@ -6,7 +6,7 @@ buckets. `encode_gaps` codes the payloads of sparse compressors. The loops run i
 available; the versions here define every byte.
 """
 
-from qcomp.core.coding import gaps, paper, planes, range_coder, rans
+from qcomp.core.coding import gaps, planes, qsgd_codes, range_coder, rans
 from qcomp.core.coding.bits import numbers
 from qcomp.core.kernels import Coders, chosen_coders
 
@@ -32,8 +32,8 @@ PURE = Coders(
     unpack=planes.unpack,
     pack=planes.pack,
     first_invalid=first_invalid,
-    paper_encode=paper.encode,
-    paper_decode=paper.decode,
+    paper_encode=qsgd_codes.encode,
+    paper_decode=qsgd_codes.decode,
     count_classes=rans.count_classes,
     push=rans.push,
     pop=rans.pop,
@@ -61,7 +61,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
     Parameters
     ----------
     coding : {"elias", "range"}
-        See `qcomp.core.coding.paper` and `qcomp.core.coding.range_coder`.
+        See `qcomp.core.coding.qsgd_codes` and `qcomp.core.coding.range_coder`.
     levels : bytes-like, 2n bytes
         Magnitudes, 0 to ``largest``, as 16-bit integers in little endian.
     negative : bytes-like, n bytes

@@ -15,13 +15,13 @@ from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import handshake_stages
 from qcomp.core.kernels import Blend
-from qcomp.core.mean.alone import alone
 from qcomp.core.mean.chunks import Cutter, cut
 from qcomp.core.mean.codec import unless_refused
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
 from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
+from qcomp.core.mean.single_rank import alone
 from qcomp.core.mean.stages import (
     Owner,
     Stages,

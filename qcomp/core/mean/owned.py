@@ -9,12 +9,12 @@ from typing import ClassVar, Literal, Protocol
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.alone import alone
 from qcomp.core.mean.chunks import Chunks, deal
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.single_rank import alone
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.choice import ETHERNET

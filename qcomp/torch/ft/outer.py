@@ -21,7 +21,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.ft.replica import QuorumMember
 from qcomp.torch.positions import Place
-from qcomp.torch.trained import Trained
+from qcomp.torch.trained_parameters import Trained
 
 __all__ = ["ElasticOuterLoop"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import marshal
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,12 +126,12 @@ class LiveSettings:
         self._read, self._values, self._optimizer, self._skipping = read, values, found, None
         return found
 
-    def _as_read(self, groups: Sequence[Mapping[str, Any]]) -> bytes | None:
-        """Return bytes that are equal if the groups have the same settings; None if some are not plain, as tensors."""
+    def _as_read(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return a text that is equal if the groups have the same settings; None if some are not plain, as tensors."""
         keys = ("lr", "weight_decay", *self._shared, "use_muon")
         try:
-            return marshal.dumps([[group.get(key) for key in keys] for group in groups], 2)
-        except ValueError:
+            return json.dumps([[group.get(key) for key in keys] for group in groups])
+        except (TypeError, ValueError):
             return None
 
 

@@ -22,8 +22,8 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 from qcomp.private_names.torch import ScaledStep, hooks_of_loading, hooks_of_saving
-from qcomp.torch.live import LiveSettings, out_of_arrays, split_last_rate
-from qcomp.torch.saved import (
+from qcomp.torch.group_settings import LiveSettings, out_of_arrays, split_last_rate
+from qcomp.torch.state_format import (
     OfRank,
     flattened,
     groups_to_load,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcomp.core import coding
-from qcomp.core.coding import paper
+from qcomp.core.coding import qsgd_codes
 from qcomp.core.coding.elias import length, omega
 
 LEVELS = st.lists(st.sampled_from([0] * 12 + [1, 1, 2, 3, 17, 255, 256, 32767]), max_size=80)
@@ -17,7 +17,7 @@ LEVELS = st.lists(st.sampled_from([0] * 12 + [1, 1, 2, 3, 17, 255, 256, 32767]),
 
 def bits_of(levels, negative, method):
     """The code after its first byte, as a string of bits, as the paper writes it."""
-    if method == paper.DENSE:
+    if method == qsgd_codes.DENSE:
         return "".join(
             str(omega(k + 1)) + ("01"[sign] if k else "") for k, sign in zip(levels, negative, strict=True)
         )
@@ -40,9 +40,9 @@ def encoded(levels, negative, largest=32767):
 @given(levels=LEVELS, data=st.data())
 def test_the_code_is_the_shorter_one_bit_for_bit(levels, data):
     negative = [data.draw(st.integers(0, min(k, 1))) for k in levels]
-    texts = [bits_of(levels, negative, method) for method in (paper.DENSE, paper.SPARSE)]
-    assert paper.dense_length(array("H", levels)) == len(texts[0])
-    assert paper.sparse_length(array("H", levels)) == len(texts[1])
+    texts = [bits_of(levels, negative, method) for method in (qsgd_codes.DENSE, qsgd_codes.SPARSE)]
+    assert qsgd_codes.dense_length(array("H", levels)) == len(texts[0])
+    assert qsgd_codes.sparse_length(array("H", levels)) == len(texts[1])
     method = int(len(texts[1]) < len(texts[0]))
     text = f"{method:08b}" + texts[method]
     code = encoded(levels, negative)
@@ -56,15 +56,15 @@ def test_lengths_by_formula():
     for i, k in [(0, 1), (1, 3), (500, 32767), (999, 2)]:
         levels[i] = k
     omegas = [length("omega", g) for g in (1, 1, 499, 499)] + [length("omega", k) for k in (1, 3, 32767, 2)]
-    assert paper.sparse_length(levels) == length("omega", 5) + sum(omegas) + 4
+    assert qsgd_codes.sparse_length(levels) == length("omega", 5) + sum(omegas) + 4
     dense = n - 4 + sum(length("omega", k + 1) + 1 for k in (1, 3, 32767, 2))
-    assert paper.dense_length(levels) == dense
+    assert qsgd_codes.dense_length(levels) == dense
 
 
 def test_a_constant_vector_at_s_of_the_square_root_of_n():
     """All levels are 1: 4 bits per element, where unary levels would take 3; it does not reach the paper's 2.8."""
     levels = array("H", [1] * 1024)
-    assert paper.dense_length(levels) == 4 * 1024
+    assert qsgd_codes.dense_length(levels) == 4 * 1024
     unary = sum(k + 1 + (k > 0) for k in levels)
     assert unary == 3 * 1024
 
@@ -126,7 +126,7 @@ class TestSparseMeans:
         for _ in range(vectors):
             levels = array("H", (rng.random(n) < p).astype(np.uint16).tobytes())
             head = length("omega", n - levels.count(0) + 1)
-            found.append(32 + paper.sparse_length(levels) - head)
+            found.append(32 + qsgd_codes.sparse_length(levels) - head)
         expected = expected_sparse_bits(n, p)
         error = np.std(found, ddof=1) / math.sqrt(vectors)
         assert abs(np.mean(found) - expected) < 4 * error
@@ -187,6 +187,6 @@ def test_the_dense_code_of_a_gaussian_has_the_expected_length():
     bits = [length("omega", k + 1) + (k > 0) for k in range(len(p))]
     mean = sum(q * b for q, b in zip(p, bits, strict=True))
     deviation = math.sqrt(sum(q * (b - mean) ** 2 for q, b in zip(p, bits, strict=True)) / n)
-    found = paper.dense_length(array("H", levels.tobytes())) / n
+    found = qsgd_codes.dense_length(array("H", levels.tobytes())) / n
     assert abs(found - mean) < 4 * deviation < 0.05
-    assert paper.sparse_length(array("H", levels.tobytes())) / n < found
+    assert qsgd_codes.sparse_length(array("H", levels.tobytes())) / n < found

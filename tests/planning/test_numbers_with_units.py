@@ -2,7 +2,7 @@
 
 import pytest
 
-from qcomp.planning import units
+from qcomp.planning import numbers_with_units
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from qcomp.planning import units
 def test_counts(text, value):
     if value is None:
         with pytest.raises(ValueError, match="expected a count such as 350M"):
-            units.count(text)
+            numbers_with_units.count(text)
     else:
-        assert units.count(text) == value
+        assert numbers_with_units.count(text) == value
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_counts(text, value):
     ],
 )
 def test_bandwidths(text, value):
-    assert units.bandwidth(text) == pytest.approx(value, rel=1e-12)
+    assert numbers_with_units.bandwidth(text) == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -60,30 +60,30 @@ def test_bandwidths(text, value):
 )
 def test_an_invalid_bandwidth_is_an_error(text):
     with pytest.raises(ValueError, match="expected a bandwidth such as 10gbit"):
-        units.bandwidth(text)
+        numbers_with_units.bandwidth(text)
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("25us", 25e-6), ("25µs", 25e-6), ("300ms", 0.3), ("1.5s", 1.5), ("80ns", 8e-8)]
 )
 def test_times(text, value):
-    assert units.seconds(text) == pytest.approx(value, rel=1e-12)
+    assert numbers_with_units.seconds(text) == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize("text", ["25", "25 min", "us"])
 def test_an_invalid_time_is_an_error(text):
     with pytest.raises(ValueError, match="expected a time such as 25us"):
-        units.seconds(text)
+        numbers_with_units.seconds(text)
 
 
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (units.count, "1e400"),
-        (units.count, "1e300t"),
-        (units.bandwidth, "1e400gbit"),
-        (units.bandwidth, "1e300tbit"),
-        (units.seconds, "1e400s"),
+        (numbers_with_units.count, "1e400"),
+        (numbers_with_units.count, "1e300t"),
+        (numbers_with_units.bandwidth, "1e400gbit"),
+        (numbers_with_units.bandwidth, "1e300tbit"),
+        (numbers_with_units.seconds, "1e400s"),
     ],
 )
 def test_numbers_too_large_for_a_float_are_errors(read, text):
@@ -94,9 +94,13 @@ def test_numbers_too_large_for_a_float_are_errors(read, text):
 @pytest.mark.parametrize("exponent", range(-7, 4))
 def test_shown_times_are_read_back(exponent):
     value = 1.23 * 10.0**exponent
-    assert units.seconds(units.show_seconds(value)) == pytest.approx(value, rel=0.005)
+    assert numbers_with_units.seconds(numbers_with_units.show_seconds(value)) == pytest.approx(
+        value, rel=0.005
+    )
 
 
 @pytest.mark.parametrize("value", [12.5, 12.5e3, 99.9996e6, 1.25e9, 870e9 / 8])
 def test_shown_bandwidths_are_read_back(value):
-    assert units.bandwidth(units.show_bandwidth(value)) == pytest.approx(value, rel=0.005)
+    assert numbers_with_units.bandwidth(numbers_with_units.show_bandwidth(value)) == pytest.approx(
+        value, rel=0.005
+    )
