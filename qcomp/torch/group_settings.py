@@ -49,7 +49,7 @@ class LiveSettings:
         self._make = make
         self._names = names
         self._shared = shared
-        self._read: bytes | None = None
+        self._read: str | None = None
         self._largest = 0.0
         self._values: tuple[Any, ...] | None = None
         self._rate = _Rate(last_rate)
