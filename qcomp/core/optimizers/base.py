@@ -25,6 +25,9 @@ from qcomp.core.state import OptimizerState
 
 __all__ = ["Optimizer", "require_rank"]
 
+_LOOKED_AT = frozenset(10**power for power in range(2, 8))
+"""The numbers of the steps that look whether parameters in half precision move."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Replica[OptimizerState]):
@@ -156,7 +159,14 @@ class Optimizer(Replica[OptimizerState]):
         state : OptimizerState
             The state of the last step.
         """
-        new_params, new_state = self.apply(params, means, state)
+        if state.step + 1 in _LOOKED_AT and self.rate(state):
+            from qcomp.core.optimizers.lost_steps import samples, warn_of_lost_steps  # noqa: PLC0415 - few steps look
+
+            before = samples(params)
+            new_params, new_state = self.apply(params, means, state)
+            warn_of_lost_steps(before, new_params, means.values, state)
+        else:
+            new_params, new_state = self.apply(params, means, state)
         # While the ranks are apart, zeros stand for every missing gradient.
         if means.left_out and not (self.apart(state.stage) or self.apart(new_state.stage)):
             pairs = enumerate(zip(params, new_params, strict=True))
