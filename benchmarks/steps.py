@@ -2,12 +2,14 @@
 
     python benchmarks/steps.py                       # writes docs/benchmarks/steps.json
     python benchmarks/steps.py --against ../other    # takes turns with another checkout
+    python benchmarks/steps.py --float64             # large steps in float64 and float32: docs/benchmarks/float64.json
 
 The stages of two ranks run in turns and hand over their messages, so that no thread waits for another. A time is that
 of one rank's arithmetic and Python. Each turn is a process of its own, which takes the median of many steps.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from timing import machine, spread
 
 import qcomp
+from qcomp.backends import numba_cpu
 
 WORLD = 2
 CASES: dict[str, list[tuple[int, ...]]] = {
@@ -34,6 +37,18 @@ CASES: dict[str, list[tuple[int, ...]]] = {
     "a multilayer perceptron": [(64, 64), (64,), (64, 64), (64,), (10, 64), (10,)],
 }
 """Shapes of the parameters. All tensors are compressed, even small ones."""
+LARGE = 4_000_000
+"""Elements of the tensor of `precisions`."""
+_AFTER_TWO: dict[str, Any] = {"learning_rate": 1e-3, "freeze": 2, "exact": None, "watch": None}
+_AT_ONCE: dict[str, Any] = {"learning_rate": 1e-3, "exact": None}
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "OneBitAdam/ScaledSign": lambda: qcomp.OneBitAdam(**_AFTER_TWO),
+    "OneBitAdam/MinMaxUInt8": lambda: qcomp.OneBitAdam(**_AFTER_TWO, compressor=qcomp.MinMaxUInt8()),
+    "QAdam/MinMaxUInt8": lambda: qcomp.QAdam(**_AFTER_TWO, compressor=qcomp.MinMaxUInt8()),
+    "CompressedSGD/ScaledSign": lambda: qcomp.CompressedSGD(**_AT_ONCE, compressor=qcomp.ScaledSign()),
+    "CompressedSGD/QSGD": lambda: qcomp.CompressedSGD(**_AT_ONCE, compressor=qcomp.QSGD()),
+}
+"""The optimizers and compressors of `precisions`. After two steps, or at once, they compress."""
 
 
 def main() -> None:
@@ -44,7 +59,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of a turn (default: %(default)s)")
     parser.add_argument("--one-turn", action="store_true", help="only print the medians of this process")
+    parser.add_argument("--float64", action="store_true", help="only compare float64 with float32")
     options = parser.parse_args()
+    if options.float64:
+        page.rewrite(options.out, blocks_of_float64(precisions(options.out / "float64.json", options.turns)))
+        return
     if options.one_turn:
         print(json.dumps({"/".join(case): median_of(*case, options.steps) for case in cases()}))
         return
@@ -68,22 +87,62 @@ def median_of(library: str, kernels: str, model: str, steps: int) -> float:
     """Return the microseconds of a compressed step of one rank, the median of ``steps`` steps."""
     with qcomp.backends.use(kernels), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        opt = qcomp.OneBitAdam(learning_rate=1e-3, freeze=2, exact=None, watch=None)
-        params, grads = (
-            arrays(library, CASES[model], 0),
-            [arrays(library, CASES[model], r) for r in range(WORLD)],
-        )
-        states = qcomp.comm.run_local(WORLD, lambda comm: opt.init(params, comm))
-        own = [params] * WORLD
-        samples = []
-        for step in range(steps + 10):
-            begun = time.perf_counter()
-            found = in_turns([opt.stages(own[r], grads[r], states[r]) for r in range(WORLD)])
-            if step >= 10:  # the first steps are exact
-                samples.append(time.perf_counter() - begun)
-            own, states = [list(f[0]) for f in found], [f[1] for f in found]
-    assert states[0].stage == "compressed"
+        training = times_of(qcomp.OneBitAdam(**_AFTER_TWO), library, CASES[model])
+        samples = [next(training) for _ in range(steps + 10)][10:]  # the first steps are exact
     return 1e6 * statistics.median(samples) / WORLD
+
+
+def times_of(
+    opt: Any, library: str, shapes: list[tuple[int, ...]], dtype: str = "float32"
+) -> Iterator[float]:
+    """Train and yield the seconds of each step of all ranks."""
+    params = arrays(library, shapes, 0, dtype)
+    grads = [arrays(library, shapes, rank, dtype) for rank in range(WORLD)]
+    states = qcomp.comm.run_local(WORLD, lambda comm: opt.init(params, comm))
+    own = [params] * WORLD
+    for step in itertools.count():
+        assert step < 4 or getattr(states[0], "stage", "compressed") == "compressed"
+        begun = time.perf_counter()
+        found = in_turns([opt.stages(own[r], grads[r], states[r]) for r in range(WORLD)])
+        yield time.perf_counter() - begun
+        own, states = [list(f[0]) for f in found], [f[1] for f in found]
+
+
+def precisions(path: Path, turns: int) -> dict[str, Any]:
+    """Write the milliseconds of a large step in both dtypes, which take turns, and their ratio."""
+    numba_cpu.set_num_threads(1)
+    torch.set_num_threads(1)
+    rows = []
+    for (case, make), library in itertools.product(OPTIMIZERS.items(), ("numpy", "torch")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            training = [times_of(make(), library, [(LARGE,)], dtype) for dtype in ("float32", "float64")]
+            found = [[1e3 * next(each) / WORLD for each in training] for _ in range(turns + 5)][5:]
+        narrow, wide = zip(*found, strict=True)
+        ratio = spread([b / a for a, b in found])
+        rows.append(
+            {
+                "case": f"{library}/{case}",
+                "float32_ms": spread(narrow),
+                "float64_ms": spread(wide),
+                "ratio": ratio,
+            }
+        )
+    document = {"machine": machine(), "rounds": turns, "results": rows}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return document
+
+
+def blocks_of_float64(document: dict[str, Any]) -> dict[str, str]:
+    """Return the part of the page that compares the dtypes."""
+    columns = ("float32_ms", "float64_ms", "ratio")
+    rows = [
+        [*row["case"].split("/"), *(page.cell(row[column]) for column in columns)]
+        for row in document["results"]
+    ]
+    head = ["library", "optimizer", "compressor", "float32, ms", "float64, ms", "float64 over float32"]
+    text = f"A step of one rank of {WORLD} with {LARGE:,} elements, without a network. {page.made(document)}"
+    return {"float64": f"{text}\n\n{page.table(head, rows)}"}
 
 
 def in_turns(ranks: list[Any]) -> list[Any]:
@@ -104,10 +163,10 @@ def in_turns(ranks: list[Any]) -> list[Any]:
         ]
 
 
-def arrays(library: str, shapes: list[tuple[int, ...]], seed: int) -> list[Any]:
+def arrays(library: str, shapes: list[tuple[int, ...]], seed: int, dtype: str = "float32") -> list[Any]:
     """Return arrays of a library."""
     rng = np.random.default_rng(seed)
-    found = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    found = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     if library == "numpy":
         return found
     return [torch.from_numpy(x) for x in found]

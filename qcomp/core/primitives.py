@@ -608,19 +608,19 @@ def compensate(
         If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned; x is used
         up then if it is ``out``.
     """
+    exact = residual is None
+    limit = exact_bounds(x)[1] if exact else LIMIT
     kernel = kernel_of("compensate", x)
     found: tuple[Array, float] | None = kernel and kernel(x, residual, out=out)
     if found is not None:
         values, largest = found
-        if not largest < LIMIT:
+        if not largest < limit:
             raise NonFiniteError(
-                f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {LIMIT:.6g}"
+                f"x cannot be compressed by {what}: it holds {largest:.6g}; expected below {limit:.6g}"
             )
         return values, None
-    exact = residual is None
     compensated = flush(x, exact=exact) if residual is None else flush(flush(x) + residual)
     refused = None
-    limit = exact_bounds(x)[1] if exact else LIMIT
     if is_read_late(x):
         refused = out_of_range(compensated, limit)
     else:

@@ -140,7 +140,7 @@ def at_every_scale(size: int, most: int) -> Floats:
 def doubles(x: Floats, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return x in float64 with random values in the bits that float32 lacks."""
     rng = np.random.default_rng([seed, x.size, 78])
-    return x.astype(np.float64) * (1 + rng.random(x.size) * 2.0**-23)
+    return x.astype(np.float64) * (1 + rng.random(x.shape) * 2.0**-23)
 
 
 def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Operands
 from qcomp.core.mean.nodes import Nodes
-from qcomp.core.numeric.arrays import is_mutable
+from qcomp.core.numeric.arrays import dtype_name, is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.testing.inputs import vector
 from qcomp.testing.kernel_memory import Untouched
@@ -53,7 +53,8 @@ def check_chunks(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compre
 
 
 def _check(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
-    operands = _operands(compressors)
+    dtype = dtype_name(to_library(xp, vector("gaussian", 1, 0)).dtype)
+    operands = _operands(compressors, dtype)
     for way in _WAYS:
         key = Key(seed=3, step=2**33, rank=1, hop=1, bucket=1 << 20 if way == _WAYS[1] else 0)
         pure, own = (_results(k, xp, operands, way, key) for k in (None, kernels))
@@ -63,7 +64,7 @@ def _check(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor])
         _check_refusal(kernels, xp, operands, way, tensor)
 
 
-def _operands(compressors: Sequence[Compressor]) -> Operands:
+def _operands(compressors: Sequence[Compressor], dtype: str) -> Operands:
     """Return tensors: some are cut into chunks, some have a tail, and one has a single element."""
     sizes: list[int] = []
     chosen: list[Compressor] = []
@@ -73,8 +74,7 @@ def _operands(compressors: Sequence[Compressor]) -> Operands:
         whole = (3, 2, 0, 1, 0)[index] * max(bucket, 700 // bucket * bucket)
         sizes.append(whole + extra)
         chosen.append(compressor.for_shape((whole + extra,)))
-    dtypes = ("float32",) * len(sizes)
-    return Operands(tuple(chosen), tuple(sizes), dtypes, 0, Nodes.of(_RANKS, ()), cut)
+    return Operands(tuple(chosen), tuple(sizes), (dtype,) * len(sizes), 0, Nodes.of(_RANKS, ()), cut)
 
 
 def _tensors(xp: Namespace, operands: Operands, rank: int) -> _FlatTensors:

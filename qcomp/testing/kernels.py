@@ -24,10 +24,10 @@ from qcomp.core.compressors import (
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.kernels import Blend, Encoded, KernelSet, use_kernels
-from qcomp.core.numeric.arrays import is_mutable
+from qcomp.core.numeric.arrays import LIMIT, exact_bounds, is_mutable
 from qcomp.core.numeric.random import SHARED_RANK, Key
 from qcomp.testing.environments import ENVIRONMENTS
-from qcomp.testing.inputs import FAMILIES, flushed, sizes, vector, vectors
+from qcomp.testing.inputs import FAMILIES, doubles, flushed, sizes, vector, vectors
 from qcomp.testing.kernel_arithmetic import BLENDS, check_low_rank, check_steps, check_updates
 from qcomp.testing.kernel_chunks import check_chunks
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
@@ -130,9 +130,9 @@ def check_kernels(
     compressed or not; the division of a sum over ranks; the momentum; the steps of Adam, also of several tensors at
     once and in donated buffers; the messages of chunks of several tensors, and their decompressed contents; and the
     product of two factors, and a matrix minus this product. Sizes are chosen so that tails and padding matter. Values
-    include zeros, subnormals, ties and huge magnitudes. The dtypes are all those that are computed in float32. A vector
-    that the pure version refuses must be refused, and a donated residual must then be unchanged. Two threads must
-    not disturb each other.
+    include zeros, subnormals, ties and huge magnitudes. The dtypes are all those that are computed in float32, and
+    float64 if the set takes it. A vector that the pure version refuses must be refused, and a donated residual must
+    then be unchanged. Two threads must not disturb each other.
 
     Parameters
     ----------
@@ -192,8 +192,11 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
     ]
     for name in ("float16", "bfloat16", "float64"):
         if has_dtype(xp, name):
-            cases += [_Case(compressor, vector("gaussian", size, 0), name) for size in of_sizes]
-    for bad in (np.nan, np.inf, -np.inf, 2.0**100, -(2.0**100)):
+            drawn = [vector("gaussian", size, 0) for size in of_sizes]
+            cases += [_Case(compressor, doubles(x, 0) if name == "float64" else x, name) for x in drawn]
+    exact = compressor.traits.lossless
+    limit = exact_bounds(to_library(xp, vector("gaussian", 1, 0)))[1] if exact else LIMIT
+    for bad in (np.nan, np.inf, -np.inf, limit, -limit):
         _compare_refusals(kernels, xp, compressor, bad)
     for case in cases:
         _compare(kernels, xp, case, _WHERE[1:])
@@ -543,16 +546,15 @@ def _compare_refusals(kernels: KernelSet, xp: Namespace, compressor: Compressor,
     )
     places = sorted({0, 1, 7, 8, min(13, size - 1), size // 2, size - 9, size - 2, size - 1})
     for position, (what, call) in product(places, calls):
-        x = vector("gaussian", size, 0)
+        x = vector("gaussian", size, 0).astype(np.float64)
         x[position] = bad
         residual = to_library(xp, old)
+        before = to_numpy(residual).tobytes()
         with use_kernels(kernels):
             try:
-                call(to_library(xp, x), residual)
+                call(to_library(xp, x, "float32"), residual)
             except NonFiniteError:
                 pass
             else:
                 raise AssertionError(f"{bad} at {position} of {size} was {what} without an error")
-        assert to_numpy(residual).tobytes() == old.tobytes(), (
-            f"{bad} at {position} changed a donated residual"
-        )
+        assert to_numpy(residual).tobytes() == before, f"{bad} at {position} changed a donated residual"

@@ -41,7 +41,7 @@ def name(x):
     [
         (X, "numba"),
         (X.astype(np.float16), "numba"),
-        (X.astype(np.float64), "pure"),
+        (X.astype(np.float64), "numba"),
         (torch.ones(3), "numba"),
         (torch.ones(3, dtype=torch.bfloat16), "numba"),
         (torch.nn.Parameter(torch.ones(3)), "numba"),
@@ -141,8 +141,12 @@ def test_a_missing_set_that_was_not_requested_is_logged_once(no_numba, caplog):
     assert "pip install 'qcomp[numba]'" in qcomp.backends.explain(X).reason
 
 
-def test_large_arrays_of_float64_are_logged_once(caplog):
+def test_large_arrays_of_float64_are_logged_once_if_only_float32_has_kernels(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, logger="qcomp"):
+        assert name(np.ones(20_000)) == "numba"
+        choice._choices.clear()
+        numba = type(registry.load("numba"))  # as if it were one of the sets for GPUs
+        monkeypatch.setattr(numba, "takes", lambda _, x: "float32" in str(x.dtype))
         for x in (
             np.ones(9_999),
             np.ones(20_000, np.float32),

@@ -1,5 +1,7 @@
 """Kernel sets return the bytes of the pure version everywhere in the library."""
 
+import pickle
+
 import array_api_strict
 import numpy as np
 import pytest
@@ -7,9 +9,9 @@ import torch
 
 import qcomp
 from qcomp.core.compressors.qsgd import WideQSGD
-from qcomp.core.kernels import use_kernels
+from qcomp.core.kernels import Blend, StepNumbers, use_kernels
 from qcomp.testing import check_compressor, check_kernels, read_only_numpy
-from qcomp.testing.inputs import vector
+from qcomp.testing.inputs import doubles, vector
 from qcomp.testing.kernels import COMPRESSORS
 from tests.contract.compressors import COMPRESSORS as EVERY_COMPRESSOR
 
@@ -37,6 +39,62 @@ def marks(compressor):
 )
 def test_same_bytes(compressor):
     check_kernels(KERNELS, compressors=[compressor])
+
+
+class InFloat64:
+    """A library whose float32 is float64, so that a check for float32 becomes one for float64."""
+
+    def __init__(self, xp):
+        self._xp, self.__name__ = xp, f"{xp.__name__} in float64"
+        self.float32 = self.float64 = xp.float64
+
+    def asarray(self, values, dtype=None):
+        """Return an array of the library, with random values in the bits that float32 lacks."""
+        values = np.asarray(values)
+        return self._xp.asarray(doubles(values, 0) if dtype is self.float64 else values, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [pytest.param(c, marks=marks(c) or pytest.mark.slow) for c in COMPRESSORS],
+    ids=str,
+)
+def test_same_bytes_in_float64(compressor):
+    check_kernels(KERNELS, InFloat64(np), compressors=[compressor], max_examples=10)
+
+
+TINY = 2.0**-126
+EDGES = (
+    *(5e-324, -1e-310, 2.0**-1022, -(2.0**-1021), 1e-200, -0.0, 0.0, 2.0**-149, -TINY / 3, TINY, -TINY),
+    *(TINY * (1 - 2.0**-40), 1e-9, 1 / 3, 1 - 2.0**-53, -1 - 2.0**-52, 1e16 + 2),
+)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("as_array", [np.asarray, torch.asarray], ids=["numpy", "torch"])
+@pytest.mark.parametrize("factor", [1.0, 2.0**60, 2.0**940, 2.0**943])
+@pytest.mark.parametrize("compressor", [qcomp.Identity(), *FEEDBACK], ids=str)
+def test_edge_values_of_float64(compressor, factor, as_array):
+    """Values that float32 lacks: below 2^-126, from 2^100 on, and between its neighbours."""
+    values, key = np.tile(np.asarray(EDGES) * factor, 13), qcomp.Key(seed=3)
+    results = []
+    for kernels in ("pure", "numba"):
+        with qcomp.backends.use(kernels):
+            x, residual = as_array(values.copy()), as_array(values[::-1].copy() / 3)
+            try:
+                payload = compressor.compress(x, key=key)
+                encoded = primitives.encode(compressor, x, residual, key)
+                primitives.require_accepted(compressor, encoded)
+            except qcomp.NonFiniteError as error:
+                results.append(str(error))
+                continue
+            mean = primitives.average(compressor, [payload, payload, payload], x)
+            found = [payload.data, encoded.data, encoded.residual, mean, primitives.finish_mean(x, 3)]
+            results.append([np.asarray(part).tobytes() for part in found])
+    assert results[0] == results[1]
+    assert isinstance(results[0], str) == (
+        factor > 1e18 and not (compressor.traits.lossless and factor < 2**942)
+    )
 
 
 @pytest.mark.exhaustive
@@ -188,6 +246,31 @@ def test_kernels_are_really_used():
         payload = c.compress(x)
         c.decompress(payload, like=x)
     assert calls == ["encode", "decode"]
+
+
+def test_arrays_that_were_unpickled_have_kernels():
+    """Their dtype is not the object that other arrays share."""
+    x = vector("gaussian", 100, 0)
+    unpickled = pickle.loads(pickle.dumps(x))
+    assert unpickled.dtype is not x.dtype
+    for values, residual in ((x, unpickled), (unpickled, x)):
+        assert KERNELS.encode(qcomp.ScaledSign(), values, residual, None, out=None, blend=None) is not None
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, torch.asarray], ids=["numpy", "torch"])
+def test_arrays_of_different_dtypes_have_no_kernels(as_array):
+    c, values = qcomp.ScaledSign(), vector("gaussian", 100, 0)
+    arrays = as_array(values), as_array(values.astype(np.float64))
+    for x, other in (arrays, arrays[::-1]):
+        blend, numbers = Blend(other, 0.9, 1.0), StepNumbers(1, 1, 1, 0)
+        assert KERNELS.encode(c, x, other, None, out=None, blend=None) is None
+        assert KERNELS.encode(c, x, None, None, out=None, blend=blend) is None
+        assert KERNELS.decode(c, c.compress(x).data, x, out=other, accumulate=False) is None
+        assert KERNELS.momentum(x, other, 0.9, 1.0) is None
+        assert KERNELS.descend(x, other, 0.1, 0.0, out=None) is None
+        assert KERNELS.frozen_steps([x], [other], [x], [numbers], donate=False) is None
+        assert KERNELS.frozen_steps([x, other], [x, other], [x, other], [numbers] * 2, donate=False) is None
+        assert KERNELS.empty_likes([x, other]) is None
 
 
 @pytest.mark.quick_cases(2)

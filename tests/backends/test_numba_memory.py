@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ pytest.importorskip("numba")
 
 from qcomp.backends import numba_cpu
 from qcomp.backends.numba_cpu import memory
-from qcomp.backends.numba_cpu.memory import empty
+
+empty = partial(memory.empty, dtype=np.dtype(np.float32))
 
 LARGE = 1 << 18
 """The number of float32 elements in the smallest buffer that is reused."""
@@ -145,7 +147,7 @@ from qcomp.backends.numba_cpu import memory
 with memory._stock._lock:
     child = os.fork()
     if child == 0:
-        os._exit(0 if memory.empty((1 << 20,)).size == 1 << 20 else 1)
+        os._exit(0 if memory.empty((1 << 20,), memory.np.dtype("f4")).size == 1 << 20 else 1)
 print(os.waitpid(child, 0)[1])
 """
 

@@ -11,8 +11,8 @@ up to three divisions and a root take almost as long.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +28,12 @@ _RUN = 1 << 10
 """Elements per pass, few enough that the runs of all arrays stay in the first-level cache."""
 
 Table = Longs | Sequence[Sequence[int]]
-"""A row for each tensor: the addresses of its arrays, which are float32, contiguous and of one size."""
+"""A row for each tensor: the addresses of its arrays, which are contiguous and of one dtype and size."""
 
 
-def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNumbers]) -> None:
+def frozen_steps(
+    tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNumbers], dtype: np.dtype[Any]
+) -> None:
     """Make a step with a frozen variance for each of several tensors.
 
     Parameters
@@ -41,11 +43,15 @@ def frozen_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNum
     sizes : sequence of int
         Elements of each tensor.
     numbers : sequence of StepNumbers
+    dtype : dtype
+        Of all arrays.
     """
-    _run(_frozen_steps, tensors, sizes, [(*step, step.weight_decay != 0) for step in numbers])
+    _run(_frozen_steps, tensors, sizes, [(*step, step.weight_decay != 0) for step in numbers], dtype)
 
 
-def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbers]) -> None:
+def adam_steps(
+    tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbers], dtype: np.dtype[Any]
+) -> None:
     """Make a step of Adam for each of several tensors.
 
     Parameters
@@ -56,6 +62,8 @@ def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbe
     sizes : sequence of int
         Elements of each tensor.
     numbers : sequence of AdamNumbers
+    dtype : dtype
+        Of all arrays.
     """
     rows = [
         (
@@ -72,7 +80,7 @@ def adam_steps(tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbe
         for n in numbers
         for beta1, beta2 in [n.betas]
     ]
-    _run(_adam_steps, tensors, sizes, rows)
+    _run(_adam_steps, tensors, sizes, rows, dtype)
 
 
 def _run(
@@ -80,15 +88,16 @@ def _run(
     tensors: Table,
     sizes: Sequence[int],
     numbers: Sequence[Sequence[float]],
+    dtype: np.dtype[Any],
 ) -> None:
     """Call a kernel on runs of elements, each of which is part of one tensor."""
     table = np.asarray(tensors, dtype=np.int64).reshape(-1)
     lengths = np.asarray(sizes, dtype=np.int64)
     ends = np.cumsum(-(-lengths // _RUN))
-    rounded = np.asarray(numbers, dtype=np.float32).reshape(-1)
+    rounded, kernel = np.asarray(numbers, dtype).reshape(-1), steps.of(dtype).compiled
 
     def work(first: int, last: int) -> None:
-        steps.compiled(table, lengths, ends, rounded, np.empty(_RUN, dtype=np.float32), first, last)
+        kernel(table, lengths, ends, rounded, np.empty(_RUN, dtype), first, last)
 
     threads.run(work, int(ends[-1]), _RUN)
 
@@ -99,7 +108,8 @@ def _run(
 
 @inline
 def _direction(m: np.float32, v: np.float32, correction: np.float32, eps: np.float32) -> np.float32:
-    return (m / correction) / (F(math.sqrt(v)) + eps)
+    direction: np.float32 = (m / correction) / (np.sqrt(v) + eps)
+    return direction
 
 
 @inline
@@ -180,7 +190,7 @@ def _frozen_steps(
         while ends[tensor] <= run:
             tensor += 1
         start = (run - (ends[tensor - 1] if tensor > 0 else 0)) * _RUN
-        size, at, row = min(_RUN, sizes[tensor] - start), 4 * start, 5 * tensor
+        size, at, row = min(_RUN, sizes[tensor] - start), numbers.itemsize * start, 5 * tensor
         old_p, old_m, new_p, new_m = (
             addresses[row],
             addresses[row + 1],
@@ -188,9 +198,9 @@ def _frozen_steps(
             addresses[row + 4],
         )
         p, m, v = (
-            floats_at(old_p + at, size),
-            floats_at(old_m + at, size),
-            floats_at(addresses[row + 2] + at, size),
+            floats_at(old_p + at, size, numbers),
+            floats_at(old_m + at, size, numbers),
+            floats_at(addresses[row + 2] + at, size, numbers),
         )
         step = numbers[row : row + 5]
         if new_p == old_p and new_m == old_m:
@@ -198,8 +208,8 @@ def _frozen_steps(
             continue
         masked = scratch[:size]
         _mask(m, v, masked)
-        _move(p, masked, v, step, F(1), floats_at(new_p + at, size))
-        _copy(masked, floats_at(new_m + at, size))
+        _move(p, masked, v, step, F(1), floats_at(new_p + at, size, numbers))
+        _copy(masked, floats_at(new_m + at, size, numbers))
 
 
 @kernel("void(i64, i64, i64, f32, f32, int64, int64)")
@@ -212,15 +222,24 @@ def _adam_steps(
         while ends[tensor] <= run:
             tensor += 1
         start = (run - (ends[tensor - 1] if tensor > 0 else 0)) * _RUN
-        size, at, row = min(_RUN, sizes[tensor] - start), 4 * start, 7 * tensor
-        p, m = floats_at(addresses[row] + at, size), floats_at(addresses[row + 1] + at, size)
-        v, g = floats_at(addresses[row + 2] + at, size), floats_at(addresses[row + 3] + at, size)
+        size, at, row = min(_RUN, sizes[tensor] - start), numbers.itemsize * start, 7 * tensor
+        p, m = (
+            floats_at(addresses[row] + at, size, numbers),
+            floats_at(addresses[row + 1] + at, size, numbers),
+        )
+        v, g = (
+            floats_at(addresses[row + 2] + at, size, numbers),
+            floats_at(addresses[row + 3] + at, size, numbers),
+        )
         step = numbers[12 * tensor : 12 * tensor + 12]
         if step[7] != ZERO:
             _add_decay(p, g, step[6], scratch[:size])
             g = scratch[:size]
-        new_p, new_m = floats_at(addresses[row + 4] + at, size), floats_at(addresses[row + 5] + at, size)
-        new_v = floats_at(addresses[row + 6] + at, size)
+        new_p, new_m = (
+            floats_at(addresses[row + 4] + at, size, numbers),
+            floats_at(addresses[row + 5] + at, size, numbers),
+        )
+        new_v = floats_at(addresses[row + 6] + at, size, numbers)
         if addresses[row] == addresses[row + 4]:
             _adam_in_place(p, m, v, g, step)
         else:

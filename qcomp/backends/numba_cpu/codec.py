@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,9 +49,9 @@ __all__ = [
     "run_encoder",
 ]
 
-Weights = tuple[np.float32, np.float32]
-"""keep and new: with a momentum m, keep * m + new * x is compressed instead of x."""
-NO_MOMENTUM: Weights = (np.float32(0), np.float32(0))
+Weights = tuple[float, float]
+"""keep and new: with a momentum m, keep * m + new * x is compressed instead of x, with both rounded to its dtype."""
+NO_MOMENTUM: Weights = (0.0, 0.0)
 
 Mix = tuple[Floats, float, float]
 """m, keep and new: keep * m + new * x is compressed instead of x; m has the shape of x."""
@@ -73,7 +73,7 @@ the ranks. With ``accumulate`` it adds them to the vectors, with ``streams`` it 
 
 
 def encode_run(
-    kernel: Kernel, bucket_size: int, own: Callable[[], Own] = tuple, *, scratch: int = 0
+    kernel: Kernel, bucket_size: int, own: Own | Callable[[np.dtype[Any]], Own] = (), *, scratch: int = 0
 ) -> EncodeRun:
     """Return the function that calls a family's encoder.
 
@@ -83,26 +83,33 @@ def encode_run(
         From `qcomp.backends.numba_cpu.drivers`.
     bucket_size : int
         Elements that a bucket takes from a vector.
-    own : callable
-        Returns the family's own arguments, with scratch arrays that no other thread uses.
+    own : tuple or callable, optional
+        The family's own arguments, or a function that returns them for vectors of a dtype, with scratch arrays that no
+        other thread uses.
     scratch : int, optional
-        How many float32 of scratch the kernel needs besides those for a bucket.
+        How many floats of scratch the kernel needs besides those for a bucket.
     """
 
     def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        room = np.empty(bucket_size + scratch, dtype=np.float32)
-        failed: int = kernel.compiled(*vectors, mode, *weights, bucket_size, own(), first, last, room)
+        rows, ends, dtype = vectors
+        room, given = np.empty(bucket_size + scratch, dtype), own(dtype) if callable(own) else own
+        failed: int = kernel.of(dtype).compiled(
+            rows, ends, mode, *weights, bucket_size, given, first, last, room
+        )
         return failed
 
     return run
 
 
-def decode_run(kernel: Kernel, bucket_size: int, own: Callable[[], Own] = tuple) -> DecodeRun:
+def decode_run(kernel: Kernel, bucket_size: int, own: Own | Callable[[np.dtype[Any]], Own] = ()) -> DecodeRun:
     """Return the function that calls a family's decoder; see `encode_run`."""
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
-        beside = np.empty(bucket_size if streams else 0, dtype=np.float32)
-        kernel.compiled(*vectors, bucket_size, own(), accumulate, streams, finish, first, last, beside)
+        *table, dtype = vectors
+        beside, given = np.empty(bucket_size if streams else 0, dtype), own(dtype) if callable(own) else own
+        kernel.of(dtype).compiled(
+            *table, bucket_size, given, accumulate, streams, finish, first, last, beside
+        )
 
     return run
 
@@ -133,7 +140,7 @@ def encoder_of(
     run: EncodeRun, bucket_size: int, x: Floats, data_out: Bytes, blend: Mix | None, bucket: int = 0
 ) -> Encoder:
     """Return the encoder of one array, whose draws begin at bucket ``bucket``."""
-    m, weights = (None, None) if blend is None else (blend[0], (np.float32(blend[1]), np.float32(blend[2])))
+    m, weights = (None, None) if blend is None else (blend[0], blend[1:])
     return Encoder(run, bucket_size, x, encoded_vectors(x, bucket_size, data_out, m, bucket), weights)
 
 
@@ -161,10 +168,10 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
     Parameters
     ----------
     encoder : Encoder
-        The encoder of an array x of float32, shape (n,).
-    residual : array of float32, shape (n,), or None
+        The encoder of an array x, shape (n,).
+    residual : array, shape (n,), or None
         None compresses x alone.
-    residual_out : array of float32, shape (n,), or None
+    residual_out : array, shape (n,), or None
         Receives the new residual: the residual itself, x unless it is blended, an array that shares memory with
         neither, or None if the residual is None.
 

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Kernel, Longs, borrow, kernel
-from qcomp.backends.numba_cpu.primitives import NO_RESIDUAL, ZERO, F, Source, bucket_length, finish, load
+from qcomp.backends.numba_cpu.primitives import (
+    NO_RESIDUAL,
+    TINY,
+    ZERO,
+    F,
+    Source,
+    bucket_length,
+    finish,
+    load,
+)
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 from qcomp.backends.numba_cpu.tables import input_vectors, output_vectors, run_of
 
@@ -71,8 +80,8 @@ def encoder(
         vector = 0
         while first < last:
             vector, begin, end = run_of(ends, vector, first, last)
-            x, residual, out, m, data = input_vectors(rows, vector)
-            source: Source = x, residual, out, mode, m, keep, new
+            x, residual, out, m, data = input_vectors(rows, vector, room)
+            source: Source = x, residual, out, mode, m, keep, new, TINY
             fields = layout(x.size, bucket_size, own)
             for bucket in range(begin, end):
                 start = bucket * bucket_size
@@ -124,7 +133,7 @@ def decoder(
         while first < last:
             vector, begin, end = run_of(ends, vector, first, last)
             for rank in range(ranks):
-                data, out = output_vectors(rows, payloads, vector, rank)
+                data, out = output_vectors(rows, payloads, vector, rank, beside)
                 fields = layout(out.size, bucket_size, own)
                 divisor = F(ranks) if finishes and rank == ranks - 1 else ZERO
                 adds = ADD_AGAIN if rank > 0 else ADD if accumulate else WRITE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -159,26 +159,28 @@ class Alike(NamedTuple):
     received: Longs
     """The rows of `Decoded`, without addresses."""
     ends: Longs
+    dtype: np.dtype[Any]
+    """Of the tensors."""
 
     def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> ToEncode:
         """Return the segments as a table, from the addresses of all tensors, by column, and of the messages."""
         rows = self._into(messages, first_bucket)
         for column, of_tensors in addresses.items():
             rows[:, column] = of_tensors[self.positions] + self.starts
-        return ToEncode(rows, self.ends)
+        return ToEncode(rows, self.ends, self.dtype)
 
     def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> ToEncode:
         """Return the segments as a table, from the addresses of each one; new residuals overwrite the values."""
         rows = self._into(messages, first_bucket)
         rows[:, VALUES] = rows[:, RESIDUAL_OUT] = values[self.numbers]
         rows[:, RESIDUAL] = residuals[self.numbers]
-        return ToEncode(rows, self.ends)
+        return ToEncode(rows, self.ends, self.dtype)
 
     def decoded(self, vectors: Longs, payloads: Longs) -> Decoded:
         """Return the segments as a table, from the address of each one, and the addresses of its payloads."""
         rows = self.received.copy()
         rows[:, OUT] = vectors
-        return Decoded(rows, payloads, self.ends)
+        return Decoded(rows, payloads, self.ends, self.dtype)
 
     def of_each_frame(self, messages: Longs) -> Longs:
         """Return, for each frame, the addresses of the payloads in its message."""
@@ -205,6 +207,8 @@ class FramePlan(NamedTuple):
     """The shape of each segment."""
     groups: tuple[Alike, ...] | None
     """The segments by compressor; None if the kernels cannot compress all of them."""
+    dtype: np.dtype[Any]
+    """In which the segments are computed, if the kernels can compress all of them."""
     gaps: tuple[Longs, ...]
     """The bytes in a message of each frame that belong to no payload."""
 
@@ -222,13 +226,16 @@ def plan_of(frames: tuple[Frame, ...]) -> FramePlan:
     by_spec: dict[str, list[int]] = {}
     for number, segment in enumerate(segments):
         by_spec.setdefault(segment.compressor.spec, []).append(number)
-    groups = [_group(segments, numbers, tensors) for numbers in by_spec.values()]
-    plain = all(not frame.variable_length and {*frame.dtypes} <= {"float32"} for frame in frames)
+    dtypes = {name for frame in frames for name in frame.dtypes} or {"float32"}
+    dtype = np.dtype(min(dtypes))
+    groups = [_group(segments, numbers, tensors, dtype) for numbers in by_spec.values()]
+    plain = len(dtypes) == 1 and not any(frame.variable_length for frame in frames)
     found = tuple(group for group in groups if group is not None)
     return FramePlan(
         tensors,
         shapes,
         found if plain and len(found) == len(groups) else None,
+        dtype,
         tuple(map(_gaps, frames)),
     )
 
@@ -284,7 +291,9 @@ class _Segment(NamedTuple):
         return self.frame.sizes[self.number]
 
 
-def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequence[int]) -> Alike | None:
+def _group(
+    segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequence[int], dtype: np.dtype[Any]
+) -> Alike | None:
     """Return the group of some segments, or None if there are no kernels for them."""
     own = [segments[number] for number in numbers]
     compressor = own[0].compressor
@@ -299,11 +308,12 @@ def _group(segments: Sequence[_Segment], numbers: Sequence[int], tensors: Sequen
         positions=_longs([place[s.tensor] for s in own]),
         numbers=_longs(numbers),
         frames=_longs([s.of_frame for s in own]),
-        starts=_longs([4 * s.start for s in own]),
+        starts=_longs([dtype.itemsize * s.start for s in own]),
         offsets=_longs([s.offset for s in own]),
         sent=_longs([(0, 0, 0, 0, 0, s.size, s.nbytes, s.bucket) for s in own]),
         received=_longs([(0, s.size, s.nbytes) for s in own]),
         ends=ends_of([s.size for s in own], kernels.bucket_size),
+        dtype=dtype,
     )
 
 

@@ -14,14 +14,16 @@ import numpy as np
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, Weights
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
+    EXACT_LIMIT,
+    EXACT_TINY,
     NO_RESIDUAL,
     ZERO,
     F,
+    by_width,
     finish,
-    largest_bits,
+    largest,
     load,
     mix,
-    too_large,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
@@ -36,8 +38,10 @@ def encode_identity() -> EncodeRun:
     """Return a function that copies vectors into payloads."""
 
     def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        scratch = np.empty(RUN, dtype=np.float32)
-        failed: int = _encode(vectors.rows, vectors.ends, mode, *weights, first, last, scratch)
+        scratch = np.empty(RUN, vectors.dtype)
+        failed: int = _encode.of(vectors.dtype).compiled(
+            vectors.rows, vectors.ends, mode, *weights, first, last, scratch
+        )
         return failed
 
     return run
@@ -47,7 +51,8 @@ def decode_identity() -> DecodeRun:
     """Return a function that copies payloads into vectors."""
 
     def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
-        _decode(*vectors, accumulate, streams, finish, first, last, np.empty(RUN, dtype=np.float32))
+        *table, dtype = vectors
+        _decode.of(dtype).compiled(*table, accumulate, streams, finish, first, last, np.empty(RUN, dtype))
 
     return run
 
@@ -88,21 +93,23 @@ def _encode(
 ) -> int:
     scratch = borrow(scratch)
     vector = 0
+    width, limit = by_width(scratch, 4, 8), by_width(scratch, *EXACT_LIMIT)
+    tiny = by_width(scratch, *EXACT_TINY)
     while first < last:
         vector, begin, end = run_of(ends, vector, first, last)
-        x, residual, out, m, data = input_vectors(rows, vector)
+        x, residual, out, m, data = input_vectors(rows, vector, scratch)
         for run in range(begin, end):
             start, stop = run * RUN, min((run + 1) * RUN, x.size)
             if mode != NO_RESIDUAL:
-                p = load((x, residual, out, mode, m, keep, new), start, stop, stop - start, scratch)
+                p = load((x, residual, out, mode, m, keep, new, tiny), start, stop, stop - start, scratch)
             elif m.size > 0:
                 p = scratch[: stop - start]
                 mix(m[start:stop], x[start:stop], keep, new, p)
             else:
                 p = x[start:stop]
-            if too_large(largest_bits(p)):
+            if not largest(p) < limit:
                 return first + run - begin
-            _store(p, data[4 * start : 4 * stop])
+            _store(p, data[width * start : width * stop])
             if mode != NO_RESIDUAL:
                 out[start:stop] = ZERO
         first += end - begin
@@ -121,25 +128,25 @@ def _decode(
     last: int,
     scratch: Floats,
 ) -> None:
-    scratch = borrow(scratch)
+    scratch, width = borrow(scratch), by_width(scratch, 4, 8)
     ranks = payloads.shape[1]
     vector = 0
     while first < last:
         vector, begin, end = run_of(ends, vector, first, last)
         for rank in range(ranks):
-            data, out = output_vectors(rows, payloads, vector, rank)
+            data, out = output_vectors(rows, payloads, vector, rank, scratch)
             for run in range(begin, end):
                 start, stop = run * RUN, min((run + 1) * RUN, out.size)
                 to = out[start:stop]
                 if accumulate or rank > 0 or streams:
                     values = scratch[: stop - start]
-                    _load(data[4 * start : 4 * stop], values)
+                    _load(data[width * start : width * stop], values)
                     if accumulate or rank > 0:
                         _accumulate(values, to)
                     else:
                         stream(to, values)
                 else:
-                    _load(data[4 * start : 4 * stop], to)
+                    _load(data[width * start : width * stop], to)
                 if finishes and rank == ranks - 1:
                     finish(to, F(ranks))
         first += end - begin

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float32]
+"""All floats of a call are float32 or all are float64. Annotations name float32 for both."""
 Words = NDArray[np.uint32]
 Halves = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
@@ -110,23 +111,36 @@ class Kernel:
         Written in the subset of Python that numba compiles.
     signature : str
         In numba's notation, with ``f32_in``, ``f32``, ``u8_in``, ``u8`` and the like for one-dimensional arrays.
+    kind : str, optional
+        Distinguishes the version for float64 in the cache.
 
     Notes
     -----
+    The version for float64 is compiled at its first call. In its signature, float64 takes the place of float32.
+
     Compiled code is stored where ``NUMBA_CACHE_DIR`` or ``NUMBA_CACHE_LOCATOR_CLASSES`` say, else in a
     `private_folder`. If that folder is refused, every process compiles again. numba would miss a change of a function
     that a kernel inlines from another file. So the names of its cache files, taken from ``__qualname__``, contain a
     digest of all files of this package, as does the name of the folder.
     """
 
-    def __init__(self, function: Callable[..., Any], signature: str) -> None:
+    def __init__(self, function: Callable[..., Any], signature: str, kind: str = "") -> None:
         self.function = function
         self.signature = signature
+        self._kind = kind
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the compiled function."""
         return self.compiled(*arguments)
+
+    @functools.cache  # noqa: B019 - kernels are never freed
+    def of(self, dtype: np.dtype[Any]) -> Kernel:
+        """Return the version for arrays of float32 or float64."""
+        if dtype.itemsize == 4:
+            return self
+        signature = self.signature.replace("f32", "f64").replace("float32", "float64")
+        return Kernel(self.function, signature, "_float64")
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:
@@ -138,7 +152,7 @@ class Kernel:
         with _compiling:
             if self._compiled is None:
                 signature = eval(self.signature, _types())
-                self.function.__qualname__ = f"{self.function.__name__}_{_digest_of_sources()}"
+                self.function.__qualname__ = f"{self.function.__name__}{self._kind}_{_digest_of_sources()}"
                 dispatcher = numba.njit(**_OPTIONS)(self.function)
                 cache = _cache_of(self.function)
                 if cache is None:
@@ -251,6 +265,8 @@ def _types() -> dict[str, Any]:
     return {
         "f32_in": types.Array(types.float32, 1, "C", readonly=True),
         "f32": types.Array(types.float32, 1, "C"),
+        "f64_in": types.Array(types.float64, 1, "C", readonly=True),
+        "f64": types.Array(types.float64, 1, "C"),
         "u8_in": types.Array(types.uint8, 1, "C", readonly=True),
         "u8": types.Array(types.uint8, 1, "C"),
         "u16_in": types.Array(types.uint16, 1, "C", readonly=True),
@@ -259,6 +275,7 @@ def _types() -> dict[str, Any]:
         "i64": types.Array(types.int64, 1, "C"),
         "table": types.Array(types.int64, 2, "C"),
         "float32": types.float32,
+        "float64": types.float64,
         "int64": types.int64,
         "uint32": types.uint32,
         "boolean": types.boolean,

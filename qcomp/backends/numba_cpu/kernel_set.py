@@ -27,7 +27,7 @@ from qcomp.backends.numba_cpu.codec import (
 )
 from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
-from qcomp.backends.numba_cpu.low_rank import NO_VALUES, compensate, next_factor, orthonormal, take_low_rank
+from qcomp.backends.numba_cpu.low_rank import compensate, next_factor, orthonormal, take_low_rank
 from qcomp.backends.numba_cpu.memory import empties, empty, message
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
 from qcomp.backends.numba_cpu.tables import (
@@ -39,6 +39,7 @@ from qcomp.backends.numba_cpu.tables import (
     address,
     addresses,
     addresses_of_bytes,
+    computed_dtype,
     decoded_vectors,
     encoded_vectors,
     is_of_torch,
@@ -54,20 +55,20 @@ from qcomp.core.traits import AnyCompressor
 __all__ = ["KERNELS", "NumbaKernels"]
 
 
-_DTYPES = ("float32", "float16", "bfloat16")
+_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 class NumbaKernels:
     """Kernels for C-contiguous NumPy arrays, and for torch tensors on the CPU, whose memory they share.
 
-    float32 needs no conversion; the array library converts float16 and bfloat16 first.
+    float32 and float64 need no conversion; the array library converts float16 and bfloat16 first.
     """
 
     name = "numba"
     any_shape = True
 
     def takes(self, x: Any) -> bool:
-        """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that is computed in float32."""
+        """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that can be compressed."""
         kind: Any = type(x)
         return _is_taken(kind, x.dtype) and (kind is np.ndarray or isinstance(x, np.ndarray) or x.is_cpu)
 
@@ -82,16 +83,15 @@ class NumbaKernels:
         blend: Blend | None,
     ) -> Encoded | None:
         """Compress x plus the residual; None if there is no kernel, or if a value is out of range."""
-        values, old = _values(to_compute_dtype(x)), None if residual is None else _values(residual)
-        m = None if blend is None else _values(blend.m)
-        if (
-            values is None
-            or (residual is not None and old is None)
-            or (blend is not None and (m is None or out is x))
-        ):
+        values = _values(to_compute_dtype(x))
+        if values is None:
+            return None
+        old = None if residual is None else _values(residual, values.dtype)
+        m = None if blend is None else _values(blend.m, values.dtype)
+        if (residual is not None and old is None) or (blend is not None and (m is None or out is x)):
             return None
         mixed = None if blend is None or m is None else (m, blend.beta1, (1 - blend.beta1) * blend.scale)
-        data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
+        data = _payload(compressor, values)
         kernels = kernels_of(compressor)
         run = None if kernels is None else kernels.encode(key)
         if kernels is None or run is None:
@@ -100,7 +100,9 @@ class NumbaKernels:
         new = None
         if old is not None:  # the kernels recognise shared memory by the arrays' identity
             shared = old if out is residual else values if out is x else None
-            new = empty(old.shape) if out is None else _values(out) if shared is None else shared
+            new = empty(old.shape, old.dtype) if out is None else shared
+            if new is None:
+                new = _values(out, old.dtype)
             if new is None or not new.flags.writeable:
                 return None
         if not encode(encoder, old, new):
@@ -127,8 +129,9 @@ class NumbaKernels:
         return target
 
     def empty_like(self, x: Array) -> Array | None:
-        """Return an uninitialised array like x, in reused memory if available; None unless x is float32."""
-        return _empties(x, [x.shape])[0] if dtype_name(x.dtype) == "float32" else None
+        """Return an uninitialised array like x, in reused memory if available; None for float16 and bfloat16."""
+        dtype = computed_dtype(x.dtype)
+        return None if dtype is None else _empties(x, [x.shape], dtype)[0]
 
     def average(
         self, compressor: AnyCompressor, payloads: Sequence[Array], like: Array, *, out: Array | None
@@ -155,12 +158,14 @@ class NumbaKernels:
         out: Array | None,
     ) -> Encoded | None:
         """Compress the mean of decompressed payloads, a block at a time; None if a value is out of range."""
-        old = None if residual is None else _values(residual)
         room = _room(like, out)
-        if room is None or (residual is not None and old is None):
+        if room is None:
             return None
         rest, values = room
-        data = np.empty(compressor.payload_spec(values.size).nbytes, dtype=np.uint8)
+        old = None if residual is None else _values(residual, values.dtype)
+        if residual is not None and old is None:
+            return None
+        data = _payload(compressor, values)
         kernels = kernels_of(compressor)
         encode = None if kernels is None else kernels.encode(key)
         if kernels is None or encode is None:
@@ -176,9 +181,8 @@ class NumbaKernels:
 
     def empty_likes(self, arrays: Sequence[Array]) -> list[Array] | None:
         """Return `empty_like` of each of several arrays."""
-        if set(map(dtype_name, map(_DTYPE, arrays))) != {"float32"}:
-            return None
-        return _empties(arrays[0], map(_SHAPE, arrays))
+        dtype, *others = {*map(computed_dtype, map(_DTYPE, arrays))} or {None}
+        return None if others or dtype is None else _empties(arrays[0], map(_SHAPE, arrays), dtype)
 
     def encode_frames(
         self,
@@ -196,15 +200,15 @@ class NumbaKernels:
         momenta, betas, factors = zip(*blends, strict=True) if blends else ((), (), ())
         if plan.groups is None or (blends and donated) or len({*zip(betas, factors, strict=True)}) > 1:
             return None
-        found: dict[int, Any] = {VALUES: addresses(tensors, plan.tensors)}
+        found: dict[int, Any] = {VALUES: addresses(tensors, plan.dtype, plan.tensors)}
         if residuals:
             mode = OVER_INPUT if donated else FRESH
-            found[RESIDUAL] = addresses(residuals, plan.tensors)
-            found[RESIDUAL_OUT] = addresses(outs, plan.tensors, written=True)
+            found[RESIDUAL] = addresses(residuals, plan.dtype, plan.tensors)
+            found[RESIDUAL_OUT] = addresses(outs, plan.dtype, plan.tensors, written=True)
         weights = NO_MOMENTUM
         if blends:
-            found[MOMENTUM] = addresses(momenta, plan.tensors)
-            weights = np.float32(betas[0]), np.float32((1 - betas[0]) * factors[0])
+            found[MOMENTUM] = addresses(momenta, plan.dtype, plan.tensors)
+            weights = betas[0], (1 - betas[0]) * factors[0]
         if NoneType in map(type, found.values()):
             return None
         messages = list(map(message, map(_NBYTES, frames), plan.gaps))
@@ -225,7 +229,7 @@ class NumbaKernels:
     ) -> bool:
         """Decompress all segments of some chunks, with one kernel call for each compressor."""
         plan = plan_of(tuple(frames))
-        to, at = addresses(outs, plan.tensors, written=True), addresses_of_bytes(messages)
+        to, at = addresses(outs, plan.dtype, plan.tensors, written=True), addresses_of_bytes(messages)
         if plan.groups is None or to is None or at is None:
             return False
         for group in plan.groups:
@@ -237,7 +241,7 @@ class NumbaKernels:
     def average_frame(self, frame: Frame, messages: Sequence[Array], outs: Sequence[Array]) -> bool:
         """Average all segments of a chunk, a block at a time."""
         plan = plan_of((frame,))
-        to, at = addresses(outs, plan.tensors, written=True), addresses_of_bytes(messages)
+        to, at = addresses(outs, plan.dtype, plan.tensors, written=True), addresses_of_bytes(messages)
         if plan.groups is None or to is None or at is None:
             return False
         for group in plan.groups:
@@ -259,9 +263,9 @@ class NumbaKernels:
         plan = plan_of((frame,))
         if not plan.groups:
             return None
-        outs: Sequence[Any] = into or _empties(like, plan.shapes)
-        new = addresses(outs, written=True)
-        old = addresses(residuals) if residuals else new
+        outs: Sequence[Any] = into or _empties(like, plan.shapes, plan.dtype)
+        new = addresses(outs, plan.dtype, written=True)
+        old = addresses(residuals, plan.dtype) if residuals else new
         at = addresses_of_bytes(messages)
         if new is None or old is None or at is None:
             return None
@@ -288,29 +292,29 @@ class NumbaKernels:
 
     def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
         """Return the momentum in a new array."""
-        old, gradient = _values(m), _values(g)
-        if old is None or gradient is None:
+        pair = _two(m, g)
+        if pair is None:
             return None
-        mixed = empty(old.shape)
-        momentum(old, gradient, beta1, scale, mixed)
+        mixed = empty(pair[0].shape, pair[0].dtype)
+        momentum(*pair, beta1, scale, mixed)
         return _as_array_of(m, mixed.reshape(m.shape))
 
     def nesterov(self, m: Array, g: Array, beta1: float) -> tuple[Array, Array] | None:
         """Return the momentum and Nesterov's momentum in new arrays."""
-        old, gradient = _values(m), _values(g)
-        if old is None or gradient is None:
+        pair = _two(m, g)
+        if pair is None:
             return None
-        new, ahead = empty(old.shape), empty(old.shape)
-        nesterov(old, gradient, beta1, new, ahead)
+        new, ahead = empties([pair[0].shape] * 2, pair[0].dtype)
+        nesterov(*pair, beta1, new, ahead)
         return _as_array_of(m, new.reshape(m.shape)), _as_array_of(m, ahead.reshape(m.shape))
 
     def descend(self, p: Array, d: Array, rate: float, decay: float, *, out: Array | None) -> Array | None:
         """Return the parameters after a step, in ``out`` if given."""
-        values, direction, room = _values(p), _values(d), _room(p, out)
-        if values is None or direction is None or room is None:
+        pair, room = _two(p, d), _room(p, out)
+        if pair is None or room is None:
             return None
         target, new = room
-        descend(values, direction, rate, decay, new)
+        descend(*pair, rate, decay, new)
         _tell_torch([target])
         return target
 
@@ -319,7 +323,7 @@ class NumbaKernels:
         values = _values(x)
         if values is None:
             return None
-        scaled = empty(values.shape)
+        scaled = empty(values.shape, values.dtype)
         scale(values, factor, scaled)
         return _as_array_of(x, scaled.reshape(x.shape))
 
@@ -338,11 +342,16 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
         """Return the parameters, in new arrays or in their own, and the masked momenta in the momenta's buffers."""
-        moved = params if donate and _are_writable(params) else _empties(params[0], map(_SHAPE, params))
-        table = _table((params, momenta, variances), (moved, momenta))
+        dtype = computed_dtype(params[0].dtype)
+        if dtype is None:
+            return None
+        moved = (
+            params if donate and _are_writable(params) else _empties(params[0], map(_SHAPE, params), dtype)
+        )
+        table = _table((params, momenta, variances), (moved, momenta), dtype)
         if table is None:
             return None
-        frozen_steps(*table, numbers)
+        frozen_steps(*table, numbers, dtype)
         _tell_torch([*momenta, *(params if donate else ())])
         return list(zip(moved, momenta, strict=True))
 
@@ -357,13 +366,16 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
         """Return parameters, momenta and variances in new arrays, or in their own."""
+        dtype = computed_dtype(params[0].dtype)
+        if dtype is None:
+            return None
         moved: tuple[Sequence[Array], ...] = (params, momenta, variances)
         if not (donate and all(map(_are_writable, moved))):
-            moved = tuple([_empties(params[0], map(_SHAPE, params)) for _ in moved])
-        table = _table((params, momenta, variances, gradients), moved)
+            moved = tuple([_empties(params[0], map(_SHAPE, params), dtype) for _ in moved])
+        table = _table((params, momenta, variances, gradients), moved, dtype)
         if table is None:
             return None
-        adam_steps(*table, numbers)
+        adam_steps(*table, numbers, dtype)
         if donate:
             _tell_torch([*params, *momenta, *variances])
         return list(zip(*moved, strict=True))
@@ -378,8 +390,10 @@ class NumbaKernels:
     ) -> tuple[Array, float] | None:
         """Return x plus the residual, if there is one, and the largest magnitude of the sum."""
         values, room = _values(x), _room(x, out)
-        old = NO_VALUES if residual is None else _values(residual)
-        if values is None or old is None or room is None:
+        if values is None or room is None:
+            return None
+        old = values[:0] if residual is None else _values(residual, values.dtype)
+        if old is None:
             return None
         target, new = room
         largest = compensate(values, old, new)
@@ -390,13 +404,13 @@ class NumbaKernels:
         self, left: Array, right: Array, matrix: Array, *, out: Array | None
     ) -> tuple[Array, Array] | None:
         """Return the product of two factors, and the matrix minus this product in the matrix's buffer."""
-        factors, whole, room = [_values(left), _values(right)], _values(matrix), _room(matrix, out)
-        if factors[0] is None or factors[1] is None or whole is None or room is None:
+        factors, whole, room = _two(left, right), _values(matrix), _room(matrix, out)
+        if factors is None or whole is None or room is None or factors[0].dtype != whole.dtype:
             return None
         if not whole.flags.writeable:
             return None
         target, product = room
-        take_low_rank(factors[0], factors[1], whole, product, left.shape[1])
+        take_low_rank(*factors, whole, product, left.shape[1])
         _tell_torch([target, matrix])
         return target, matrix
 
@@ -411,11 +425,11 @@ class NumbaKernels:
 
     def next_factor(self, new: Array, old: Array) -> Array | None:
         """Return each row divided by a power of two, or the old row instead of zeros."""
-        values, kept, room = _values(new), _values(old), _room(new, None)
-        if values is None or kept is None or room is None:
+        pair, room = _two(new, old), _room(new, None)
+        if pair is None or room is None:
             return None
         target, scaled = room
-        next_factor(values, kept, new.shape[0], scaled)
+        next_factor(*pair, new.shape[0], scaled)
         return target
 
 
@@ -423,7 +437,6 @@ KERNELS = NumbaKernels()
 
 _DTYPE, _SHAPE, _NBYTES = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
 _WRITEABLE = attrgetter("flags.writeable")
-_FLOAT32 = np.dtype(np.float32)
 
 
 @cache  # NumPy takes longer for a dtype's name than a kernel for a small array
@@ -447,9 +460,15 @@ def _as_arrays_of(x: Array, values: list[Any]) -> list[Array]:
     return list(map(_torch().from_numpy, values)) if is_of_torch(type(x)) else values
 
 
-def _empties(like: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
-    """Return uninitialised arrays of these shapes, of the library of another."""
-    return _as_arrays_of(like, empties(shapes))
+def _empties(like: Array, shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
+    """Return uninitialised arrays of these shapes and this dtype, of the library of another."""
+    return _as_arrays_of(like, empties(shapes, dtype))
+
+
+def _payload(compressor: AnyCompressor, values: Floats) -> Bytes:
+    """Return a buffer for the payload of a vector."""
+    name = "float32" if values.itemsize == 4 else "float64"
+    return np.empty(compressor.payload_spec(values.size, name).nbytes, dtype=np.uint8)
 
 
 def _are_writable(arrays: Sequence[Array]) -> bool:
@@ -457,7 +476,7 @@ def _are_writable(arrays: Sequence[Array]) -> bool:
 
 
 def _table(
-    read: Sequence[Sequence[Array]], written: Sequence[Sequence[Array]]
+    read: Sequence[Sequence[Array]], written: Sequence[Sequence[Array]], dtype: np.dtype[Any]
 ) -> tuple[Longs, list[int]] | None:
     """Return the addresses of each tensor's arrays, one row per tensor, and its elements.
 
@@ -470,7 +489,7 @@ def _table(
             if id(arrays) not in found:  # a step in place reads what it writes
                 if list(map(_SHAPE, arrays)) != shapes:
                     return None
-                found[id(arrays)] = addresses(arrays, written=is_written)
+                found[id(arrays)] = addresses(arrays, dtype, written=is_written)
     if NoneType in map(type, found.values()):
         return None
     columns = [found[id(arrays)] for arrays in (*read, *written)]
@@ -485,24 +504,35 @@ def _tell_torch(written: Sequence[Array]) -> None:
 
 def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:
     """Return an array for a result, and a flat NumPy view of it; None if the kernels cannot write to it."""
-    if dtype_name(like.dtype) != "float32":
+    dtype = computed_dtype(like.dtype)
+    if dtype is None:
         return None
     if out is None:
-        made = empty(tuple(like.shape))
+        made = empty(tuple(like.shape), dtype)
         return _as_array_of(like, made), made.reshape(-1)
-    values = _values(out)
+    values = _values(out, dtype)
     return None if values is None or not values.flags.writeable else (out, values)
 
 
-def _values(x: Any) -> Floats | None:
-    """Return a flat NumPy view of an array, or None if that is not possible."""
+def _values(x: Any, dtype: np.dtype[Any] | None = None) -> Floats | None:
+    """Return a flat NumPy view of an array, or None if that is not possible, or if it has another dtype."""
+    found = computed_dtype(x.dtype)
+    if found is None or (dtype is not None and found != dtype):
+        return None
     if is_of_torch(type(x)):
-        if not x.is_cpu or x.requires_grad or dtype_name(x.dtype) != "float32" or not x.is_contiguous():
+        if not x.is_cpu or x.requires_grad or not x.is_contiguous():
             return None
         x = x.numpy()
-    if not isinstance(x, np.ndarray) or x.dtype != _FLOAT32 or not x.flags.c_contiguous:
+    if not isinstance(x, np.ndarray) or not x.flags.c_contiguous:
         return None
     return x.reshape(-1)
+
+
+def _two(x: Any, y: Any) -> tuple[Floats, Floats] | None:
+    """Return flat views of two arrays, or None if that is not possible, or if their dtypes differ."""
+    first = _values(x)
+    second = None if first is None else _values(y, first.dtype)
+    return None if first is None or second is None else (first, second)
 
 
 def _bytes(data: Any) -> Bytes:

@@ -9,7 +9,7 @@ Bytes read and written per element, with b bits: encode with feedback 8 and 4 + 
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, inline, inline_always
 from qcomp.backends.numba_cpu.packing import codes_and_scales, empty_codes, pack, unpack
 from qcomp.backends.numba_cpu.primitives import (
-    SIGN,
     ZERO,
     F,
     U,
@@ -26,12 +25,14 @@ from qcomp.backends.numba_cpu.primitives import (
     as_float,
     bucket_length,
     flush,
-    largest_bits,
+    largest,
     load_scale,
     scaled_squares,
     store_scale,
     too_large,
     tree_sum,
+    truncate_last_bit,
+    with_sign,
 )
 from qcomp.core.compressors.lloyd_max import LEVELS, THRESHOLDS
 
@@ -59,26 +60,26 @@ def _choose(
 def _best_step(p: Floats, chosen: Floats, filled: int, sums: Floats) -> np.float32:
     """Return <|p|, levels> / ||levels||^2, cut to 17 bits."""
     for i in range(p.size):
-        sums[i] = as_float(as_bits(abs(p[i]) * chosen[i]) & U(0xFFFFFFFE))
+        sums[i] = truncate_last_bit(abs(p[i]) * chosen[i])
     along = tree_sum(sums)
     for i in range(p.size):
         sums[i] = chosen[i] * chosen[i] if i < filled else ZERO
-    return as_float(as_bits(along / tree_sum(sums)) & U(0xFFFFFF80))
+    step: np.float32 = as_float(U(as_bits(F(along / tree_sum(sums))) & U(0xFFFFFF80)))
+    return step
 
 
 @inline
 def _mean_magnitude(p: Floats, filled: int, sums: Floats) -> np.float32:
     for i in range(p.size):
         sums[i] = abs(p[i])
-    return tree_sum(sums) / F(filled)
+    return F(tree_sum(sums) / p.dtype.type(filled))
 
 
 @inline
 def _subtract(p: Floats, chosen: Floats, step: np.float32) -> None:
     """Let p = flush(p - decoded), where the decoded value has the sign of p."""
     for i in range(p.size):
-        value = p[i]
-        p[i] = flush(value - as_float(as_bits(chosen[i] * step) | as_bits(value) & SIGN))
+        p[i] = flush(p[i] - with_sign(chosen[i] * step, p[i]))
 
 
 @inline
@@ -100,11 +101,11 @@ def _encode_bucket(
 ) -> bool:
     bits, levels, thresholds, all_codes = own
     codes, chosen, sums = all_codes[: p.size], scratch[: p.size], scratch[p.size : 2 * p.size]
-    largest = largest_bits(p)
-    if too_large(largest):
+    peak = largest(p)
+    if too_large(peak):
         return False
-    total, power = scaled_squares(p, largest, sums[: p.size // 2])
-    scale = flush(F(math.sqrt(total / F(filled))) * power)
+    total, power = scaled_squares(p, peak, sums[: p.size // 2])
+    scale = flush(np.sqrt(total / p.dtype.type(filled)) * power)
     _choose(p, levels, thresholds, scale, codes, chosen)
     step = flush(_mean_magnitude(p, filled, sums) if bits == 1 else _best_step(p, chosen, filled, sums))
     store_scale(data, layout[1] + 4 * bucket, step)
@@ -150,9 +151,9 @@ _decode = decoder("decode_lloyd_max", "(int64, f32, u8, f32)", _layout, _decode_
 
 def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
     """Return a function that compresses vectors to the levels for this many bits."""
-    levels, thresholds = (np.asarray(table[bits], dtype=np.float32) for table in (LEVELS, THRESHOLDS))
 
-    def own() -> Own:
+    def own(dtype: np.dtype[Any]) -> Own:
+        levels, thresholds = (np.asarray(table[bits], dtype) for table in (LEVELS, THRESHOLDS))
         return bits, levels, thresholds, empty_codes(bucket_size, bits)
 
     return encode_run(_encode, bucket_size, own, scratch=2 * bucket_size)
@@ -160,9 +161,9 @@ def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
 
 def decode_lloyd_max(bits: int, bucket_size: int) -> DecodeRun:
     """Return a function that decompresses payloads of levels of this many bits."""
-    levels = np.asarray(LEVELS[bits], dtype=np.float32)
 
-    def own() -> Own:
-        return bits, levels, empty_codes(bucket_size, bits), np.empty(2 * levels.size, dtype=np.float32)
+    def own(dtype: np.dtype[Any]) -> Own:
+        levels = np.asarray(LEVELS[bits], dtype)
+        return bits, levels, empty_codes(bucket_size, bits), np.empty(2 * levels.size, dtype)
 
     return decode_run(_decode, bucket_size, own)

@@ -11,23 +11,21 @@ import numpy as np
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
+    EXACT_TINY,
     ZERO,
     F,
-    U,
-    as_bits,
-    as_float,
+    by_width,
     flush,
-    largest_bits,
+    largest,
     power_of_two_below,
     tree_sum,
+    truncate_last_bit,
 )
 
-__all__ = ["NO_VALUES", "compensate", "next_factor", "orthonormal", "take_low_rank"]
+__all__ = ["compensate", "next_factor", "orthonormal", "take_low_rank"]
 
 _RUN = 1 << 12
 """Elements per pass, few enough to stay in the first-level cache between loops over them."""
-
-NO_VALUES: Floats = np.empty(0, dtype=np.float32)
 
 
 def compensate(x: Floats, residual: Floats, out: Floats) -> float:
@@ -35,15 +33,15 @@ def compensate(x: Floats, residual: Floats, out: Floats) -> float:
 
     Parameters
     ----------
-    x : array of float32, shape (n,)
-    residual : array of float32, shape (n,)
-        `NO_VALUES` stands for a residual of zeros, which is not read.
-    out : array of float32, shape (n,)
+    x : array, shape (n,)
+    residual : array, shape (n,)
+        An empty one stands for zeros, and values that are exact.
+    out : array, shape (n,)
         May be x.
     """
     over = x.ctypes.data == out.ctypes.data
-    runs = -(-x.size // _RUN)
-    found = threads.run(lambda a, b: _compensate(x, residual, out, over, a * _RUN, b * _RUN), runs, _RUN)
+    kernel, runs = _compensate.of(x.dtype), -(-x.size // _RUN)
+    found = threads.run(lambda a, b: kernel(x, residual, out, over, a * _RUN, b * _RUN), runs, _RUN)
     return max(found) if all(part == part for part in found) else float("nan")  # noqa: PLR0124
 
 
@@ -52,13 +50,13 @@ def take_low_rank(left: Floats, right: Floats, matrix: Floats, out: Floats, rows
 
     Parameters
     ----------
-    left, right : array of float32, shapes (rank * rows,) and (rank * columns,)
-    matrix, out : array of float32, shape (rows * columns,)
+    left, right : array, shapes (rank * rows,) and (rank * columns,)
+    matrix, out : array, shape (rows * columns,)
     rows : int
         At least 1.
     """
-    columns = matrix.size // rows
-    threads.run(lambda a, b: _take_low_rank(left, right, matrix, out, rows, columns, a, b), rows, columns)
+    kernel, columns = _take_low_rank.of(matrix.dtype), matrix.size // rows
+    threads.run(lambda a, b: kernel(left, right, matrix, out, rows, columns, a, b), rows, columns)
 
 
 def orthonormal(rows: Floats, count: int, out: Floats) -> None:
@@ -66,14 +64,14 @@ def orthonormal(rows: Floats, count: int, out: Floats) -> None:
 
     Parameters
     ----------
-    rows, out : array of float32, shape (count * length,)
+    rows, out : array, shape (count * length,)
     count : int
         At least 1.
     """
     length = rows.size // count
     padded = 1 << max(0, length - 1).bit_length()
-    row, shares, sums = (np.empty(size, dtype=np.float32) for size in (length, count, padded))
-    _orthonormal(rows, out, row, shares, sums)
+    row, shares, sums = (np.empty(size, rows.dtype) for size in (length, count, padded))
+    _orthonormal.of(rows.dtype)(rows, out, row, shares, sums)
 
 
 def next_factor(new: Floats, old: Floats, count: int, out: Floats) -> None:
@@ -81,17 +79,18 @@ def next_factor(new: Floats, old: Floats, count: int, out: Floats) -> None:
 
     Parameters
     ----------
-    new, old, out : array of float32, shape (count * length,)
+    new, old, out : array, shape (count * length,)
     count : int
         At least 1.
     """
-    _next_factor(new, old, out, count)
+    _next_factor.of(new.dtype)(new, old, out, count)
 
 
 @inline
 def _flush(x: Floats, out: Floats) -> None:
+    tiny = by_width(x, *EXACT_TINY)
     for i in range(out.size):
-        out[i] = flush(x[i])
+        out[i] = flush(x[i], tiny)
 
 
 @inline
@@ -108,7 +107,7 @@ def _add_over(x: Floats, residual: Floats) -> None:
 
 @kernel("float32(f32_in, f32_in, f32, boolean, int64, int64)")
 def _compensate(x: Floats, residual: Floats, out: Floats, over: bool, first: int, last: int) -> np.float32:
-    largest = np.int32(0)
+    most = ZERO
     last = min(last, out.size)
     for start in range(first, last, _RUN):
         stop = min(last, start + _RUN)
@@ -119,20 +118,21 @@ def _compensate(x: Floats, residual: Floats, out: Floats, over: bool, first: int
             _add_over(part, residual[start:stop])
         else:
             _add(x[start:stop], residual[start:stop], part)
-        largest = max(largest, np.int32(largest_bits(part)))
-    return as_float(U(largest))
+        found = largest(part)
+        most = found if most < found or np.isnan(found) else most
+    return most
 
 
 @inline
 def _set(factor: np.float32, right: Floats, out: Floats) -> None:
     for j in range(out.size):
-        out[j] = as_float(as_bits(factor * right[j]) & U(0xFFFFFFFE))
+        out[j] = truncate_last_bit(factor * right[j])
 
 
 @inline
 def _increase(factor: np.float32, right: Floats, out: Floats) -> None:
     for j in range(out.size):
-        out[j] += as_float(as_bits(factor * right[j]) & U(0xFFFFFFFE))
+        out[j] += truncate_last_bit(factor * right[j])
 
 
 @inline
@@ -173,15 +173,9 @@ def _divide(x: Floats, divisor: np.float32, out: Floats) -> None:
 
 
 @inline
-def _product(x: np.float32, y: np.float32) -> np.float32:
-    """Return a product without its last bit."""
-    return as_float(as_bits(x * y) & U(0xFFFFFFFE))
-
-
-@inline
 def _multiply(x: Floats, y: Floats, out: Floats) -> None:
     for i in range(x.size):
-        out[i] = _product(x[i], y[i])
+        out[i] = truncate_last_bit(x[i] * y[i])
     for i in range(x.size, out.size):
         out[i] = ZERO
 
@@ -189,7 +183,7 @@ def _multiply(x: Floats, y: Floats, out: Floats) -> None:
 @inline
 def _subtract_share(row: Floats, share: np.float32, other: Floats) -> None:
     for i in range(row.size):
-        row[i] -= _product(share, other[i])
+        row[i] -= truncate_last_bit(share * other[i])
 
 
 @inline
@@ -219,7 +213,7 @@ def _orthonormal(rows: Floats, out: Floats, row: Floats, shares: Floats, sums: F
     length = row.size
     for start in range(0, rows.size, length):
         given = rows[start : start + length]
-        _divide(given, power_of_two_below(largest_bits(given)), row)
+        _divide(given, power_of_two_below(largest(given)), row)
         norm = ZERO
         for _ in range(2):
             if start > 0:
@@ -241,10 +235,10 @@ def _divide_flushed(x: Floats, divisor: np.float32, out: Floats) -> None:
 def _next_factor(new: Floats, old: Floats, out: Floats, count: int) -> None:
     length = out.size // count
     for start in range(0, out.size, length):
-        largest = largest_bits(new[start : start + length])
-        if largest > 0:
+        peak = largest(new[start : start + length])
+        if peak > ZERO:
             _divide_flushed(
-                new[start : start + length], power_of_two_below(largest), out[start : start + length]
+                new[start : start + length], power_of_two_below(peak), out[start : start + length]
             )
         else:
             out[start : start + length] = old[start : start + length]

@@ -93,17 +93,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stock.renew)
 
 
-def empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return an uninitialised float32 array of this shape, in reused memory if available."""
-    return empties([shape])[0]
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an uninitialised array of this shape and dtype, in reused memory if available."""
+    return empties([shape], dtype)[0]
 
 
-def empties(shapes: Iterable[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+def empties(shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
     """Return `empty` of each of several shapes."""
+    size = dtype.itemsize
     return [
-        np.empty(shape, dtype=np.float32)
-        if 4 * math.prod(shape) < _LARGE
-        else _stock.take(4 * math.prod(shape)).view(np.float32).reshape(shape)
+        np.empty(shape, dtype)
+        if size * math.prod(shape) < _LARGE
+        else _stock.take(size * math.prod(shape)).view(dtype).reshape(shape)
         for shape in shapes
     ]
 

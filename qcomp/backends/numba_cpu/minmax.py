@@ -10,21 +10,24 @@ accumulate. Memory bandwidth is nearly the limit; the division is most of the ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numba import extending
 
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
 from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline, inline_always
 from qcomp.backends.numba_cpu.packing import codes_and_scales
 from qcomp.backends.numba_cpu.primitives import (
-    ROUND,
     ZERO,
     F,
-    U,
     as_bits,
     as_float,
+    as_signed,
     flush,
     load_scale,
+    rounding,
     store_scale,
     too_large,
 )
@@ -33,25 +36,29 @@ from qcomp.backends.numba_cpu.qsgd import round_up_step
 __all__ = ["decode_minmax", "encode_minmax"]
 
 
-@inline
-def _ordered(bits: np.uint32) -> np.int32:
-    """Return an integer that is ordered like the float32 with these bits, NaN beyond the infinities; its own inverse.
+@extending.intrinsic
+def _ordered(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return an integer that is ordered like the float with these bits, NaN beyond the infinities; its own inverse.
 
     The kernels compare integers because comparisons of floats that may be NaN do not vectorise.
     """
-    signed = np.int32(bits)
-    return np.int32(signed ^ (signed >> np.int32(31) & np.int32(0x7FFFFFFF)))
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        (value,) = arguments
+        negative = builder.ashr(value, value.type(bits.bitwidth - 1))
+        return builder.xor(value, builder.lshr(negative, value.type(1)))
+
+    return bits(bits), generate
 
 
 @inline
 def _extremes(p: Floats) -> tuple[np.float32, np.float32]:
-    low = np.int32(0x7FFFFFFF)
-    high = np.int32(-0x80000000)
+    low = high = _ordered(as_signed(p[0]))
     for i in range(p.size):
-        value = _ordered(as_bits(p[i]))
+        value = _ordered(as_signed(p[i]))
         low = min(low, value)
         high = max(high, value)
-    return as_float(U(_ordered(U(low)))), as_float(U(_ordered(U(high))))
+    return as_float(_ordered(low)), as_float(_ordered(high))
 
 
 @inline
@@ -63,12 +70,13 @@ def _clamp(code: np.float32) -> np.float32:
 @inline
 def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32, codes: Bytes) -> None:
     """Fill the codes, and let p = flush(p - decoded)."""
+    magic = rounding(step)
     for i in range(p.size):
         value = p[i]
         # Clamping before rounding gives the same code. An addition rounds: the code is then in the last byte.
-        rounded = _clamp(flush(value - base) / divisor) + ROUND
+        rounded = _clamp(flush(value - base) / divisor) + magic
         codes[i] = np.uint8(as_bits(rounded))
-        p[i] = flush(value - (base + (rounded - ROUND) * step))
+        p[i] = flush(value - (base + (rounded - magic) * step))
 
 
 @inline
@@ -91,17 +99,18 @@ def _encode_bucket(
     scratch: Floats,  # noqa: ARG001
 ) -> bool:
     low, high = _extremes(p)
-    if too_large(as_bits(low)) or too_large(as_bits(high)):
+    if too_large(low) or too_large(high):
         return False
     step = round_up_step(flush(high - low), 255, 0xFF)
     divisor = step if step > ZERO else F(1)
     base = low
     if low <= ZERO and high >= ZERO:
         base = -(_clamp(np.rint(-low / divisor)) * step)
-    base = flush(base)
+    base = flush(F(base))
     store_scale(data, layout[1] + 4 * bucket, base)
     store_scale(data, layout[2] + 4 * bucket, step)
-    _quantise(p, base, step, divisor, data[start : start + filled])
+    as_p = p.dtype.type
+    _quantise(p, as_p(base), as_p(step), as_p(divisor), data[start : start + filled])
     return True
 
 
@@ -128,7 +137,8 @@ def _decode_bucket(
     own: Own,  # noqa: ARG001
 ) -> None:
     codes = data[start : start + out.size]
-    base, step = load_scale(data, layout[1] + 4 * bucket), load_scale(data, layout[2] + 4 * bucket)
+    base = out.dtype.type(load_scale(data, layout[1] + 4 * bucket))
+    step = out.dtype.type(load_scale(data, layout[2] + 4 * bucket))
     if adds:
         _accumulate(codes, base, step, out)
     else:

@@ -6,40 +6,48 @@ through it, in the order that prefetchers expect.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import extending, types
 
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline
 
 __all__ = [
+    "EXACT_LIMIT",
+    "EXACT_TINY",
     "FRESH",
     "IN_PLACE",
-    "MAGNITUDE",
+    "LIMIT",
     "NO_RESIDUAL",
     "OVER_INPUT",
-    "ROUND",
-    "ROUND_BITS",
-    "SIGN",
-    "SMALLEST",
     "TINY",
-    "TOO_LARGE",
     "ZERO",
     "F",
     "Source",
     "U",
     "as_bits",
     "as_float",
+    "as_signed",
     "bucket_length",
+    "by_width",
     "finish",
     "flush",
-    "largest_bits",
+    "largest",
     "load",
     "load_scale",
+    "magnitude_bits",
     "mix",
     "power_of_two_below",
+    "rounding",
     "scaled_squares",
     "store_scale",
     "too_large",
+    "top_bit",
     "tree_sum",
+    "truncate_last_bit",
+    "with_sign",
 ]
 
 F = np.float32
@@ -48,57 +56,137 @@ TINY = F(2.0**-126)
 ZERO = F(0)
 NEGLIGIBLE = F(2.0**-63)
 """Values below this fraction of a bucket's maximum have subnormal squares, and count as zero in a norm."""
-SMALLEST = 0x00800000
-"""The bits of 2**-126, the smallest magnitude that is not flushed."""
-INFINITE = 0x7F800000
-"""The bits of infinity."""
-TOO_LARGE = 0x71800000
-"""The bits of 2**100, the smallest magnitude that is refused; larger values and NaN have larger bits."""
-MAGNITUDE = U(0x7FFFFFFF)
-SIGN = U(0x80000000)
-
-ROUND = F(1.5 * 2.0**23)
-"""Adding it to a magnitude of up to 2**22 leaves the nearest integer, half to even, in the last bits."""
-ROUND_BITS = np.int32(0x4B400000)
+LIMIT = F(2.0**100)
+"""The smallest magnitude that is refused."""
+EXACT_TINY, EXACT_LIMIT = (TINY, 2.0**-1022), (LIMIT, 2.0**996)
+"""The same two for float32, and for float64 that is sent exactly."""
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
 """The buffer of an encoder's new residual: none, the old residual's, a new one, or the buffer of x."""
 
-Source = tuple[Floats, Floats, Floats, int, Floats, np.float32, np.float32]
-"""What an encoder reads: x, the old and the new residual, the buffer of the new one, and a momentum m, keep and new."""
+Source = tuple[Floats, Floats, Floats, int, Floats, np.float32, np.float32, np.float32]
+"""What an encoder reads: x, the old and the new residual, the buffer of the new one, a momentum m, keep and new, and
+the least magnitude that is not flushed."""
+
+
+@extending.intrinsic
+def by_width(typing_context: Any, x: Any, narrow: Any, wide: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return the number for float32 or the one for float64, by the dtype of x, a float or an array."""
+    numbers = tuple(map(types.unliteral, (narrow, wide)))
+    place = int(getattr(x, "dtype", x).bitwidth == 64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return arguments[1 + place]
+
+    return numbers[place](x, *numbers), generate
+
+
+@extending.intrinsic
+def as_bits(typing_context: Any, x: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return the bits of a float as an unsigned integer of its width."""
+    return (types.uint32 if x.bitwidth == 32 else types.uint64)(x), _as_other_type
+
+
+@extending.intrinsic
+def as_float(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return the float with the bits of an integer of its width."""
+    return (types.float32 if bits.bitwidth == 32 else types.float64)(bits), _as_other_type
+
+
+@extending.intrinsic
+def as_signed(typing_context: Any, x: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return the bits of a float as a signed integer of its width."""
+    return (types.int32 if x.bitwidth == 32 else types.int64)(x), _as_other_type
+
+
+def _as_other_type(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+
+def _masking(name: str, masks: dict[int, int]) -> Any:
+    """Return a function that keeps some bits of a float."""
+
+    def keep(typing_context: Any, x: Any) -> Any:  # noqa: ARG001 - numba's protocol
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+            integer = ir.IntType(x.bitwidth)
+            kept = builder.and_(builder.bitcast(arguments[0], integer), integer(masks[x.bitwidth]))
+            return builder.bitcast(kept, arguments[0].type)
+
+        return x(x), generate
+
+    keep.__name__ = name
+    return extending.intrinsic(keep)
+
+
+truncate_last_bit = _masking("truncate_last_bit", {32: 0xFFFFFFFE, 64: 0xFFFFFFFFFFFFFFFE})
+"""Returns a float whose last bit is cleared."""
+_exponent = _masking("_exponent", {32: 0x7F800000, 64: 0x7FF0000000000000})
+
+
+@extending.intrinsic
+def with_sign(typing_context: Any, magnitude: Any, x: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return a magnitude with the sign of x; `math.copysign` takes longer, since it may get negative ones."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        integer = ir.IntType(x.bitwidth)
+        bits, of_x = (builder.bitcast(argument, integer) for argument in arguments)
+        sign = builder.and_(of_x, integer(1 << x.bitwidth - 1))
+        return builder.bitcast(builder.or_(bits, sign), arguments[1].type)
+
+    return x(x, x), generate
 
 
 @inline
-def as_bits(x: np.float32) -> np.uint32:
-    """Return the bits of a float32."""
-    return F(x).view(U)
+def magnitude_bits(x: np.float32) -> int:
+    """Return the bits of a magnitude as a signed integer; they are ordered like magnitudes, with NaN above infinity.
+
+    Loops over integers vectorise. They are signed, because numba compares unsigned ones in 64 bits.
+    """
+    found: int = as_signed(abs(x))
+    return found
 
 
 @inline
-def as_float(bits: np.uint32) -> np.float32:
-    """Return the float32 with these bits."""
-    return U(bits).view(F)
+def top_bit(x: np.float32) -> np.uint32:
+    """Return the sign bit."""
+    bits: np.uint32 = as_bits(x) >> by_width(x, U(31), np.uint64(63))
+    return bits
 
 
 @inline
-def flush(x: np.float32) -> np.float32:
-    """Return x, or +0 if |x| is below 2**-126; NaN stays NaN."""
-    return ZERO if abs(x) < TINY else x
+def rounding(x: np.float32) -> np.float32:
+    """Return what leaves the nearest integer, half to even, in the last bits of a magnitude up to 2**22 if added."""
+    found: np.float32 = by_width(x, F(1.5 * 2.0**23), 1.5 * 2.0**52)
+    return found
+
+
+@inline
+def flush(x: np.float32, tiny: np.float32 = TINY) -> np.float32:
+    """Return x, or +0 if |x| is below 2**-126 or another number; NaN stays NaN."""
+    return ZERO if abs(x) < tiny else x
+
+
+@inline
+def power_of_two_below(x: np.float32) -> np.float32:
+    """Return the largest power of two up to a finite value; 1 for zero."""
+    power: np.float32 = _exponent(x)
+    return power if power > ZERO else F(1)
 
 
 @inline
 def finish(values: Floats, ranks: np.float32) -> None:
-    """Divide sums by the number of ranks; a mean below 2**-126 becomes +0.
+    """Divide sums by the number of ranks; a mean below 2**-126, in float64 below 2**-1022, becomes +0.
 
     Multiplying by the inverse of a power of two rounds in the same way, and is faster.
     """
-    if as_bits(ranks) & U(0x7FFFFF) == U(0):
+    tiny = by_width(values, *EXACT_TINY)
+    if power_of_two_below(ranks) == ranks:
         inverse = F(1) / ranks
         for i in range(values.size):
-            values[i] = flush(values[i] * inverse)
+            values[i] = flush(values[i] * inverse, tiny)
     else:
         for i in range(values.size):
-            values[i] = flush(values[i] / ranks)
+            values[i] = flush(values[i] / ranks, tiny)
 
 
 @inline
@@ -117,41 +205,41 @@ def load(source: Source, start: int, stop: int, length: int, beside: Floats) -> 
     p is stored where the new residual will be; without a residual or with padding, it is in the scratch ``beside``. If
     m is not empty, keep * m + new * x takes the place of x.
     """
-    x, residual, out, mode, m, keep, new = source
+    x, residual, out, mode, m, keep, new, tiny = source
     filled = stop - start
     if m.size > 0:
         p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]
         if mode == NO_RESIDUAL:
-            _blend(x[start:stop], m[start:stop], keep, new, p[:filled])
+            _blend(x[start:stop], m[start:stop], keep, new, p[:filled], tiny)
         elif mode == IN_PLACE and length == filled:
-            _blend_into(x[start:stop], m[start:stop], keep, new, p)
+            _blend_into(x[start:stop], m[start:stop], keep, new, p, tiny)
         else:
-            _blend_and_add(x[start:stop], m[start:stop], keep, new, residual[start:stop], p[:filled])
+            _blend_and_add(x[start:stop], m[start:stop], keep, new, residual[start:stop], p[:filled], tiny)
         p[filled:] = ZERO
         return p
     if mode == IN_PLACE and length == filled:
         p = out[start:stop]
-        _add_into(x[start:stop], p)
+        _add_into(x[start:stop], p, tiny)
         return p
     if mode == OVER_INPUT and length == filled:
         p = out[start:stop]
-        _add_over(p, residual[start:stop])
+        _add_over(p, residual[start:stop], tiny)
         return p
     p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]
     if mode == NO_RESIDUAL:
-        _copy_flushed(x[start:stop], p[:filled])
+        _copy_flushed(x[start:stop], p[:filled], tiny)
     elif mode == IN_PLACE:
-        _add(x[start:stop], out[start:stop], p[:filled])
+        _add(x[start:stop], out[start:stop], p[:filled], tiny)
     else:
-        _add(x[start:stop], residual[start:stop], p[:filled])
+        _add(x[start:stop], residual[start:stop], p[:filled], tiny)
     p[filled:] = ZERO
     return p
 
 
 @inline
-def _copy_flushed(x: Floats, p: Floats) -> None:
+def _copy_flushed(x: Floats, p: Floats, tiny: np.float32) -> None:
     for i in range(p.size):
-        p[i] = flush(x[i])
+        p[i] = flush(x[i], tiny)
 
 
 @inline
@@ -162,62 +250,59 @@ def mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) ->
 
 
 @inline
-def _add(x: Floats, residual: Floats, p: Floats) -> None:
+def _add(x: Floats, residual: Floats, p: Floats, tiny: np.float32) -> None:
     for i in range(p.size):
-        p[i] = flush(flush(x[i]) + residual[i])
+        p[i] = flush(flush(x[i], tiny) + residual[i], tiny)
 
 
 @inline
-def _add_into(x: Floats, p: Floats) -> None:
+def _add_into(x: Floats, p: Floats, tiny: np.float32) -> None:
     """Add x to p, the old residual; `_add` would run as scalar code here, since LLVM would assume an overlap."""
     for i in range(p.size):
-        p[i] = flush(flush(x[i]) + p[i])
+        p[i] = flush(flush(x[i], tiny) + p[i], tiny)
 
 
 @inline
-def _add_over(p: Floats, residual: Floats) -> None:
+def _add_over(p: Floats, residual: Floats, tiny: np.float32) -> None:
     """Add the residual to p, which holds x."""
     for i in range(p.size):
-        p[i] = flush(flush(p[i]) + residual[i])
+        p[i] = flush(flush(p[i], tiny) + residual[i], tiny)
 
 
 @inline
-def _blend(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats) -> None:
+def _blend(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats, tiny: np.float32) -> None:
     for i in range(p.size):
-        p[i] = flush(keep * m[i] + new * x[i])
+        p[i] = flush(keep * m[i] + new * x[i], tiny)
 
 
 @inline
-def _blend_into(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats) -> None:
+def _blend_into(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats, tiny: np.float32) -> None:
     for i in range(p.size):
-        p[i] = flush(flush(keep * m[i] + new * x[i]) + p[i])
+        p[i] = flush(flush(keep * m[i] + new * x[i], tiny) + p[i], tiny)
 
 
 @inline
 def _blend_and_add(
-    x: Floats, m: Floats, keep: np.float32, new: np.float32, residual: Floats, p: Floats
+    x: Floats, m: Floats, keep: np.float32, new: np.float32, residual: Floats, p: Floats, tiny: np.float32
 ) -> None:
     for i in range(p.size):
-        p[i] = flush(flush(keep * m[i] + new * x[i]) + residual[i])
+        p[i] = flush(flush(keep * m[i] + new * x[i], tiny) + residual[i], tiny)
 
 
 @inline
-def largest_bits(p: Floats) -> np.uint32:
-    """Return the bits of the largest magnitude.
-
-    Comparing integers puts NaN above infinity, and vectorises. They are signed, because numba compares unsigned ones in
-    64 bits.
-    """
-    largest = np.int32(0)
+def largest(p: Floats) -> np.float32:
+    """Return the largest magnitude, or NaN if there is one."""
+    bits = magnitude_bits(p.dtype.type(0))
     for i in range(p.size):
-        largest = max(largest, np.int32(as_bits(p[i]) & MAGNITUDE))
-    return U(largest)
+        bits = max(bits, magnitude_bits(p[i]))
+    found: np.float32 = as_float(bits)
+    return found
 
 
 @inline
-def too_large(bits: np.uint32) -> bool:
-    """Return whether these bits encode a magnitude of at least 2**100, an infinity or NaN, of any sign."""
-    return bool(np.int64(bits & MAGNITUDE) >= TOO_LARGE)
+def too_large(x: np.float32) -> bool:
+    """Return whether a magnitude is at least 2**100, an infinity or NaN."""
+    return not abs(x) < LIMIT
 
 
 @inline
@@ -238,18 +323,12 @@ def tree_sum(sums: Floats) -> np.float32:
 
 
 @inline
-def power_of_two_below(bits: np.uint32) -> np.float32:
-    """Return the largest power of two up to the finite value with these bits; 1 for zero."""
-    exponent = np.int64(bits) & INFINITE
-    return as_float(U(exponent)) if exponent > 0 else F(1)
-
-
-@inline
 def _square(x: np.float32, inverse: np.float32) -> np.float32:
     scaled = abs(x) * inverse
     if scaled < NEGLIGIBLE:
         scaled = ZERO
-    return as_float(as_bits(scaled * scaled) & U(0xFFFFFFFE))
+    square: np.float32 = truncate_last_bit(scaled * scaled)
+    return square
 
 
 @inline
@@ -262,13 +341,13 @@ def _fold_squares(p: Floats, inverse: np.float32, sums: Floats) -> None:
 
 
 @inline
-def scaled_squares(p: Floats, largest: np.uint32, sums: Floats) -> tuple[np.float32, np.float32]:
+def scaled_squares(p: Floats, peak: np.float32, sums: Floats) -> tuple[np.float32, np.float32]:
     """Return the sum of squares of p divided by the square of a power of two, and that power.
 
-    ``largest`` has the bits of the largest magnitude, and ``sums`` is scratch of half the length of p. Multiplying by
-    the reciprocal of a power of two rounds exactly as dividing by the power does.
+    ``peak`` is the largest magnitude, and ``sums`` is scratch of half the length of p. Multiplying by the reciprocal of
+    a power of two rounds exactly as dividing by the power does.
     """
-    power = power_of_two_below(largest)
+    power = power_of_two_below(peak)
     _fold_squares(p, F(1) / power, sums)
     return tree_sum(sums), power
 
@@ -277,12 +356,13 @@ def scaled_squares(p: Floats, largest: np.uint32, sums: Floats) -> tuple[np.floa
 def load_scale(data: Bytes, at: int) -> np.float32:
     """Return the float32 at any byte of a payload."""
     bits = U(data[at]) | U(data[at + 1]) << U(8) | U(data[at + 2]) << U(16) | U(data[at + 3]) << U(24)
-    return as_float(U(bits))
+    scale: np.float32 = as_float(U(bits))
+    return scale
 
 
 @inline
 def store_scale(data: Bytes, at: int, scale: np.float32) -> None:
     """Store a float32 at any byte of a payload."""
-    bits = as_bits(scale)
+    bits = as_bits(F(scale))
     for i in range(4):
         data[at + i] = np.uint8(bits >> U(8 * i) & U(0xFF))

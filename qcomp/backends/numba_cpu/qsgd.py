@@ -10,7 +10,6 @@ Arithmetic is the limit: ten rounds of Philox for eight elements and a division 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import numpy as np
@@ -21,9 +20,6 @@ from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, Longs, bo
 from qcomp.backends.numba_cpu.packing import empty_codes, pack
 from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
-    ROUND,
-    ROUND_BITS,
-    SIGN,
     TINY,
     ZERO,
     F,
@@ -31,12 +27,15 @@ from qcomp.backends.numba_cpu.primitives import (
     as_bits,
     as_float,
     bucket_length,
+    by_width,
     flush,
-    largest_bits,
+    largest,
     load,
+    rounding,
     scaled_squares,
     store_scale,
     too_large,
+    with_sign,
 )
 from qcomp.backends.numba_cpu.qsgd_decoder import scaled
 from qcomp.backends.numba_cpu.tables import ToEncode, input_vectors, run_of
@@ -82,8 +81,8 @@ def encode_qsgd(
     def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
         room = max(bucket_size, BATCH)
         codes = empty_codes(room, bits)
-        scratch = np.empty(3 * room, dtype=np.float32)
-        failed: int = kernel(
+        scratch = np.empty(3 * room, vectors.dtype)
+        failed: int = kernel.of(vectors.dtype).compiled(
             vectors.rows,
             vectors.ends,
             mode,
@@ -93,7 +92,7 @@ def encode_qsgd(
             last,
             codes,
             scratch,
-            F(factor or 0),
+            factor or 0.0,
         )
         return failed
 
@@ -104,11 +103,14 @@ def encode_qsgd(
 def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
     """Return norm / levels, rounded up until the bits of ``low`` are 0; see `qcomp.core.compressors.qsgd`.
 
-    Norms are float32 here, so the step cannot have come out too small in a conversion from float64.
+    A conversion from float64 may have made the step too small.
     """
     if not norm > ZERO:
-        return norm
-    step = as_float(U(np.int64(as_bits(norm / F(levels))) + low & ~low))
+        return F(norm)
+    exact = norm / F(levels)
+    step: np.float32 = as_float(U(np.int64(as_bits(F(exact))) + low & ~low))
+    if step < exact:
+        step = as_float(U(np.int64(as_bits(step)) + low + 1))
     return max(step, TINY)
 
 
@@ -118,9 +120,10 @@ def _level(value: np.float32, draw: np.uint16, divisor: np.float32, levels: np.f
     position = abs(value) / divisor
     position = position if position < levels else levels
     level: np.float32 = np.floor(position)
-    # rint(fraction * 65536), with the bits of ROUND above it: comparing integers saves two conversions.
-    threshold = np.int32(as_bits((position - level) * F(65536) + ROUND))
-    return level + F(1) if threshold > np.int32(np.int32(draw) + ROUND_BITS) else level
+    # rint(fraction * 65536), in float32 with other bits above it: comparing integers saves two conversions.
+    threshold = np.int32(as_bits((position - level) * F(65536) + rounding(value)))
+    above = by_width(value, np.int32(0x4B400000), np.int32(0))
+    return level + F(1) if threshold > np.int32(np.int32(draw) + above) else level
 
 
 @inline
@@ -133,7 +136,7 @@ def _code(value: np.float32, level: np.float32, top: np.uint32) -> np.uint32:
 @inline
 def _rest(value: np.float32, magnitude: np.float32) -> np.float32:
     """Return flush(value - decoded), where the decoded value has the sign of the value."""
-    return flush(value - as_float(as_bits(magnitude) | as_bits(value) & SIGN))
+    return flush(value - with_sign(magnitude, value))
 
 
 @inline
@@ -199,7 +202,7 @@ def _encode_vector(
 ) -> int:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m, codes = borrow(m), borrow(codes)
-    source = x, residual, out, mode, m, keep, new
+    source = x, residual, out, mode, m, keep, new, TINY
     size = x.size
     full = size // held
     rest = size - full * held
@@ -231,13 +234,12 @@ def _encode_vector(
         for i in range(buckets):
             a, b = i * length, (i + 1) * length
             p = values[a:b]
-            largest = largest_bits(p)
-            if too_large(largest):
+            norm = largest(p)
+            if too_large(norm):
                 return batch + i
-            norm = as_float(largest)
             if l2:
-                total, power = scaled_squares(p, largest, squares[: length // 2])
-                norm = F(math.sqrt(total)) * power
+                total, power = scaled_squares(p, norm, squares[: length // 2])
+                norm = np.sqrt(total) * power
             step = round_up_step(norm, levels, low)
             store_scale(data, scales + 4 * (batch + i), step)
             divisor = step if step > ZERO else F(1)
@@ -282,7 +284,7 @@ def _encode_vectors(
     vector = 0
     while first < last:
         vector, start, stop = run_of(ends, vector, first, last)
-        x, residual, out, m, data = input_vectors(rows, vector)
+        x, residual, out, m, data = input_vectors(rows, vector, scratch)
         failed = _encode_vector(
             x,
             residual,

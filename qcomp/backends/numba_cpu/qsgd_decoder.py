@@ -15,11 +15,10 @@ from qcomp.backends.numba_cpu.primitives import (
     ZERO,
     F,
     U,
-    as_bits,
-    as_float,
     bucket_length,
     flush,
     load_scale,
+    truncate_last_bit,
 )
 
 __all__ = ["decode_qsgd", "scaled"]
@@ -28,7 +27,7 @@ __all__ = ["decode_qsgd", "scaled"]
 @inline
 def scaled(x: np.float32, factor: np.float32) -> np.float32:
     """Return x times the factor as `qcomp.Scaled` rounds it."""
-    return flush(as_float(as_bits(x * factor) & U(0xFFFFFFFE)))
+    return flush(truncate_last_bit(x * factor))
 
 
 @inline
@@ -108,6 +107,6 @@ def decode_qsgd(
 ) -> DecodeRun:
     """Return a function that decompresses payloads of levels and steps; see `encode_qsgd`."""
     bits, filled = levels.bit_length() + 1, held or bucket_size
-    settings = bucket_size, filled, bits, F(factor or 0)
+    settings = bucket_size, filled, bits, factor or 0.0
     kernel = _decode if bits <= 8 else _decode_wide
-    return decode_run(kernel, filled, lambda: (*settings, empty_codes(bucket_size, bits)))
+    return decode_run(kernel, filled, lambda _: (*settings, empty_codes(bucket_size, bits)))

@@ -10,8 +10,6 @@ new residual), but only the first pass reads it from memory.
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,19 +19,18 @@ from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline, inline_always
 from qcomp.backends.numba_cpu.packing import codes_and_scales
 from qcomp.backends.numba_cpu.primitives import (
-    SIGN,
     F,
     U,
-    as_bits,
-    as_float,
     bucket_length,
     flush,
-    largest_bits,
+    largest,
     load_scale,
     scaled_squares,
     store_scale,
     too_large,
+    top_bit,
     tree_sum,
+    with_sign,
 )
 
 __all__ = ["decode_sign", "encode_sign"]
@@ -60,24 +57,22 @@ def _signs_and_sums(p: Floats, codes: Bytes, sums: Floats) -> None:
         upper = (abs(b) + abs(f)) + (abs(d) + abs(h))
         sums[j] = lower + upper
         codes[j] = np.uint8(
-            as_bits(a) >> U(31)
-            | as_bits(b) >> U(31) << U(1)
-            | as_bits(c) >> U(31) << U(2)
-            | as_bits(d) >> U(31) << U(3)
-            | as_bits(e) >> U(31) << U(4)
-            | as_bits(f) >> U(31) << U(5)
-            | as_bits(g) >> U(31) << U(6)
-            | as_bits(h) >> U(31) << U(7)
+            top_bit(a)
+            | top_bit(b) << U(1)
+            | top_bit(c) << U(2)
+            | top_bit(d) << U(3)
+            | top_bit(e) << U(4)
+            | top_bit(f) << U(5)
+            | top_bit(g) << U(6)
+            | top_bit(h) << U(7)
         )
 
 
 @inline
 def _subtract(p: Floats, scale: np.float32) -> None:
     """Let p = flush(p - decoded)."""
-    scale_bits = as_bits(scale)
     for i in range(p.size):
-        value = p[i]
-        p[i] = flush(value - as_float(scale_bits | as_bits(value) & SIGN))
+        p[i] = flush(p[i] - with_sign(scale, p[i]))
 
 
 @inline
@@ -101,20 +96,20 @@ def _encode_bucket(
     width = p.size // 8
     _signs_and_sums(p, data[start // 8 : start // 8 + width], scratch[:width])
     if rms:
-        largest = largest_bits(p)
-        if too_large(largest):
+        peak = largest(p)
+        if too_large(peak):
             return False
-        total, power = scaled_squares(p, largest, scratch[: p.size // 2])
-        scale = flush(F(math.sqrt(total / F(filled))) * power)
+        total, power = scaled_squares(p, peak, scratch[: p.size // 2])
+        scale = flush(F(np.sqrt(total / p.dtype.type(filled)) * power))
     else:
         # No magnitude exceeds the sum, so the elements are checked only if the sum is too large.
         total = tree_sum(scratch[:width])
-        if too_large(as_bits(total)) and too_large(largest_bits(p)):
+        if too_large(total) and too_large(largest(p)):
             return False
-        scale = flush(total / F(filled))
+        scale = flush(F(total / p.dtype.type(filled)))
     store_scale(data, layout[1] + 4 * bucket, scale)
     if feeds:
-        _subtract(p, scale)
+        _subtract(p, p.dtype.type(scale))
     return True
 
 
@@ -123,14 +118,14 @@ def _encode_bucket(
 
 @inline
 def _write(codes: Bytes, bit: np.uint8, scale: np.float32, out: Floats) -> None:
-    negative = as_float(as_bits(scale) ^ SIGN)
+    negative = -scale
     for j in range(out.size):
         out[j] = negative if codes[j] & bit else scale
 
 
 @inline
 def _accumulate(codes: Bytes, bit: np.uint8, scale: np.float32, out: Floats) -> None:
-    negative = as_float(as_bits(scale) ^ SIGN)
+    negative = -scale
     for j in range(out.size):
         out[j] += negative if codes[j] & bit else scale
 
@@ -147,7 +142,7 @@ def _decode_bucket(
 ) -> None:
     width = bucket_length(out.size) // 8
     codes = data[start // 8 : start // 8 + width]
-    scale = load_scale(data, layout[1] + 4 * bucket)
+    scale = out.dtype.type(load_scale(data, layout[1] + 4 * bucket))
     for plane in range(8):
         a, bit = plane * width, np.uint8(1 << plane)
         values = out[min(a, out.size) : min(a + width, out.size)]
@@ -163,8 +158,7 @@ _decode = decoder("decode_sign", "()", _layout, _decode_bucket)
 
 def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
     """Return a function that compresses vectors to signs and scales."""
-    own = (scale == "rms",)
-    return encode_run(_encode, bucket_size, partial(tuple, own), scratch=bucket_size)
+    return encode_run(_encode, bucket_size, (scale == "rms",), scratch=bucket_size)
 
 
 def decode_sign(bucket_size: int) -> DecodeRun:

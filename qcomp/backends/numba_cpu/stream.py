@@ -14,18 +14,19 @@ from llvmlite import binding, ir
 from numba import extending, types
 
 from qcomp.backends.numba_cpu.jit import Floats, inline
+from qcomp.backends.numba_cpu.primitives import by_width
 
 __all__ = ["finish_streams", "pays", "stream"]
 
 _LANES = 8
-"""Elements of a vector store: 32 bytes, which every x86 with AVX supports; elsewhere the compiler splits it."""
+"""Elements of a vector store: 32 bytes in float32, which every x86 with AVX supports; else the compiler splits it."""
 _LARGE = 1 << 23
 """Elements from which an array is too large to be still in the caches when it is read."""
 _SLOW = binding.get_host_cpu_name().startswith("znver")
 
 
 def pays(size: int) -> bool:
-    """Return whether to stream this many float32: they exceed the caches, and the processor streams fast."""
+    """Return whether to stream this many elements: they exceed the caches, and the processor streams fast."""
     return size >= _LARGE and not _SLOW
 
 
@@ -34,7 +35,8 @@ def _stream_vector(typing_context: Any, target: Any, source: Any, start: Any) ->
     """Copy a vector, beginning at ``start``, where the target is aligned."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(ir.FloatType(), _LANES)
+        size = target.dtype.bitwidth // 8
+        vector = ir.VectorType(context.get_value_type(target.dtype), _LANES)
         to, come = (
             builder.bitcast(
                 builder.gep(context.make_array(kind)(context, builder, array).data, [arguments[2]]),
@@ -44,9 +46,9 @@ def _stream_vector(typing_context: Any, target: Any, source: Any, start: Any) ->
         )
         past_the_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
         values = builder.load(come)
-        values.align = 4
+        values.align = size
         store = builder.store(values, to)
-        store.align = 4 * _LANES
+        store.align = size * _LANES
         store.set_metadata("nontemporal", past_the_caches)
         return context.get_dummy_value()
 
@@ -67,7 +69,7 @@ def finish_streams(typing_context: Any) -> Any:  # noqa: ARG001 - numba's protoc
 @inline
 def stream(target: Floats, source: Floats) -> None:
     """Copy an array past the caches."""
-    head = min(target.size, -(target.ctypes.data >> 2) & (_LANES - 1))
+    head = min(target.size, -(target.ctypes.data // by_width(target, 4, 8)) & (_LANES - 1))
     for i in range(head):
         target[i] = source[i]
     end = head + (target.size - head) // _LANES * _LANES

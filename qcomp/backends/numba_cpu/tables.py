@@ -31,6 +31,7 @@ __all__ = [
     "address",
     "addresses",
     "addresses_of_bytes",
+    "computed_dtype",
     "decoded_vectors",
     "encoded_vectors",
     "ends_of",
@@ -56,6 +57,8 @@ class ToEncode(NamedTuple):
     number of the first bucket, with which the draws begin."""
     ends: Longs
     """The number of the bucket after the last of each vector; the last is the number of all buckets."""
+    dtype: np.dtype[Any]
+    """Of all vectors."""
 
 
 class Decoded(NamedTuple):
@@ -67,6 +70,8 @@ class Decoded(NamedTuple):
     """Shape (n, ranks): the addresses of the payloads."""
     ends: Longs
     """The number of the bucket after the last of each vector; the last is the number of all buckets."""
+    dtype: np.dtype[Any]
+    """Of all vectors."""
 
 
 def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
@@ -82,38 +87,42 @@ def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, 
     row = np.array(
         (address(x), 0, 0, momentum, address(data), x.size, data.size, bucket, end), dtype=np.int64
     )
-    return ToEncode(row[np.newaxis, :-1], row[-1:])
+    return ToEncode(row[np.newaxis, :-1], row[-1:], x.dtype)
 
 
 def decoded_vectors(payloads: Sequence[Bytes], bucket_size: int, out: Floats) -> Decoded:
     """Return the table of one vector and the payloads that are added up in it."""
     end = -(-out.size // bucket_size)
     row = np.array((address(out), out.size, payloads[0].size, end, *map(address, payloads)), dtype=np.int64)
-    return Decoded(row[np.newaxis, :3], row[np.newaxis, 4:], row[3:4])
+    return Decoded(row[np.newaxis, :3], row[np.newaxis, 4:], row[3:4], out.dtype)
 
 
 def address(x: Floats | Bytes) -> int:
-    """Return the address of a flat array of float32 or uint8, ten times as fast as NumPy does."""
-    at: int = (_address_of_bytes if x.itemsize == 1 else _address_of_floats).compiled(x)
+    """Return the address of a flat array of floats or uint8, ten times as fast as NumPy does."""
+    at: int = (_address_of_bytes if x.itemsize == 1 else _address_of_floats.of(x.dtype)).compiled(x)
     return at
 
 
 def addresses(
-    arrays: Sequence[Any], numbers: Sequence[int] | None = None, *, written: bool = False
+    arrays: Sequence[Any],
+    dtype: np.dtype[Any],
+    numbers: Sequence[int] | None = None,
+    *,
+    written: bool = False,
 ) -> Longs | None:
     """Return the addresses of arrays of one library, or of those with these numbers.
 
-    Returns None if one of them is not a contiguous float32 array in the memory of the CPU, or is read-only and will be
-    written to.
+    Returns None if one of them is not a contiguous array of this dtype in the memory of the CPU, or is read-only and
+    will be written to.
     """
     if numbers is not None and len(numbers) < len(arrays):
         arrays = [arrays[number] for number in numbers]
     if arrays and is_of_torch(type(arrays[0])):
-        float32 = arrays[0].dtype if dtype_name(arrays[0].dtype) == "float32" else None
+        of_torch = arrays[0].dtype if computed_dtype(arrays[0].dtype) == dtype else None
         found = [
             x.data_ptr()
             for x in arrays
-            if x.dtype is float32 and x.is_cpu and x.is_contiguous() and not x.requires_grad
+            if x.dtype is of_torch and x.is_cpu and x.is_contiguous() and not x.requires_grad
         ]
         return np.array(found, dtype=np.int64) if len(found) == len(arrays) else None
     if written and not all(map(_WRITEABLE, arrays)):
@@ -121,7 +130,7 @@ def addresses(
     try:
         if {*map(_NDIM, arrays)} != {1}:
             arrays = list(map(_flat, arrays))
-        return np.array([*map(_address_of_floats.compiled, arrays)], dtype=np.int64)
+        return np.array([*map(_address_of_floats.of(dtype).compiled, arrays)], dtype=np.int64)
     except TypeError:  # from a kernel, which accepts no other arrays, or from `_flat`
         return None
 
@@ -144,6 +153,15 @@ is_of_torch: Callable[[Any], bool] = cache(_is_of_torch)
 """Returns whether a class is one of torch's tensors."""
 
 
+def _computed_dtype(dtype: Any) -> np.dtype[Any] | None:
+    name = dtype_name(dtype)
+    return np.dtype(name) if name in ("float32", "float64") else None
+
+
+computed_dtype: Callable[[Any], np.dtype[Any] | None] = cache(_computed_dtype)
+"""Returns NumPy's dtype of arrays with this dtype of their library, or None unless the kernels compute in it."""
+
+
 _NDIM, _CONTIGUOUS = attrgetter("ndim"), attrgetter("flags.c_contiguous")
 _WRITEABLE = attrgetter("flags.writeable")
 
@@ -163,8 +181,9 @@ _address_of_floats, _address_of_bytes = (kernel(f"int64({kind})")(_address) for 
 
 
 @extending.intrinsic
-def _float_pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    return types.CPointer(types.float32)(types.int64), _as_pointer
+def _pointer(typing_context: Any, address: Any, like: Any) -> Any:  # noqa: ARG001 - numba's protocol
+    """Return an address as a pointer to elements like those of an array."""
+    return types.CPointer(like.dtype)(types.int64, like), _as_pointer
 
 
 @extending.intrinsic
@@ -177,9 +196,9 @@ def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> A
 
 
 @inline
-def floats_at(address: int, size: int) -> Floats:
-    """Return the float32 array at an address; it is not reference-counted."""
-    array: Floats = numba.carray(_float_pointer(address), (size,))
+def floats_at(address: int, size: int, like: Floats) -> Floats:
+    """Return the array at an address, with the dtype of another array; it is not reference-counted."""
+    array: Floats = numba.carray(_pointer(address, like), (size,))
     return array
 
 
@@ -199,20 +218,22 @@ def run_of(ends: Longs, number: int, first: int, last: int) -> tuple[int, int, i
 
 
 @inline
-def input_vectors(rows: Longs, number: int) -> tuple[Floats, Floats, Floats, Floats, Bytes]:
+def input_vectors(rows: Longs, number: int, like: Floats) -> tuple[Floats, Floats, Floats, Floats, Bytes]:
     """Return a vector's values, old and new residual, momentum and payload; what does not exist is an empty array."""
     size = rows[number, 5]
     return (
-        floats_at(rows[number, 0], size),
-        floats_at(rows[number, 1], size if rows[number, 1] != 0 else 0),
-        floats_at(rows[number, 2], size if rows[number, 2] != 0 else 0),
-        floats_at(rows[number, 3], size if rows[number, 3] != 0 else 0),
+        floats_at(rows[number, 0], size, like),
+        floats_at(rows[number, 1], size if rows[number, 1] != 0 else 0, like),
+        floats_at(rows[number, 2], size if rows[number, 2] != 0 else 0, like),
+        floats_at(rows[number, 3], size if rows[number, 3] != 0 else 0, like),
         _bytes_at(rows[number, 4], rows[number, 6]),
     )
 
 
 @inline
-def output_vectors(rows: Longs, payloads: Longs, number: int, rank: int) -> tuple[Bytes, Floats]:
+def output_vectors(
+    rows: Longs, payloads: Longs, number: int, rank: int, like: Floats
+) -> tuple[Bytes, Floats]:
     """Return a rank's payload for a vector, and the vector."""
     payload = _bytes_at(payloads[number, rank], rows[number, 2])
-    return payload, floats_at(rows[number, 0], rows[number, 1])
+    return payload, floats_at(rows[number, 0], rows[number, 1], like)

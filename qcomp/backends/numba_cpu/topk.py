@@ -11,6 +11,8 @@ threshold of the bucket before. Only these candidates are compared with each oth
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
@@ -18,17 +20,18 @@ from qcomp.backends.numba_cpu.coding_range import as_int
 from qcomp.backends.numba_cpu.drivers import ADD, WRITE, Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, inline_always
 from qcomp.backends.numba_cpu.primitives import (
-    MAGNITUDE,
-    SIGN,
+    TINY,
     ZERO,
     F,
     U,
     as_bits,
     as_float,
     bucket_length,
+    by_width,
     flush,
-    largest_bits,
+    largest,
     load_scale,
+    magnitude_bits,
     store_scale,
     too_large,
     tree_sum,
@@ -42,33 +45,29 @@ EXACT = 32
 """The bits of a value that is not rounded."""
 ENOUGH = 4
 """At most this many times k candidates count as few."""
-EIGHTH = 1 << 20
-"""An eighth of an octave, in the bits of a float32."""
+EIGHTHS = 1 << 20, 1 << 49
+"""An eighth of an octave, in the bits of a float32 and of a float64."""
 HALF = U(1 << DROPPED_BITS - 1)
 KEPT_BITS = U(0xFFFFFFFF << DROPPED_BITS & 0xFFFFFFFF)
 
 
 @inline
-def _magnitude_bits(x: np.float32) -> np.int32:
-    """Return the bits of a magnitude; they are ordered like the magnitudes."""
-    return np.int32(as_bits(x) & MAGNITUDE)
-
-
-@inline
-def _count_from(p: Floats, threshold: np.int32) -> int:
+def _count_from(p: Floats, bits: int) -> int:
+    threshold = by_width(p, np.int32(bits), bits)
     count = np.int32(0)
     for i in range(p.size):
-        count = np.int32(count + np.int32(_magnitude_bits(p[i]) >= threshold))
+        count = np.int32(count + np.int32(magnitude_bits(p[i]) >= threshold))
     return as_int(count)
 
 
 @inline
-def _candidates_from(p: Floats, threshold: np.int32, found: Longs) -> int:
-    """Store the indices of all magnitudes at or above a threshold, and return how many there are."""
+def _candidates_from(p: Floats, bits: int, found: Longs) -> int:
+    """Store the indices of all magnitudes whose bits are at or above some, and return how many there are."""
+    threshold = by_width(p, np.int32(bits), bits)
     count = 0
     for i in range(p.size):
         found[count] = i
-        count += 1 if _magnitude_bits(p[i]) >= threshold else 0
+        count += 1 if magnitude_bits(p[i]) >= threshold else 0
     return count
 
 
@@ -76,23 +75,23 @@ def _candidates_from(p: Floats, threshold: np.int32, found: Longs) -> int:
 def _threshold(p: Floats, k: int, top: int, guess: int) -> int:
     """Return the bits of a magnitude that at least k elements reach, and, if possible, not many more."""
     most = ENOUGH * k
-    low, high, stride = 0, top + 1, 2 * EIGHTH
+    low, high, stride = 0, top + 1, 2 * by_width(p, *EIGHTHS)
     if p.size <= most:
         return low
     at = guess
     while high - low > 1:
         if not low < at < high:
-            at = (low + high) // 2
-        count = _count_from(p, np.int32(at))
+            at = low + (high - low) // 2
+        count = _count_from(p, at)
         if count < k:
             high = at
-            at = at - stride if low == 0 else (low + high) // 2
+            at = at - stride if low == 0 else low + (high - low) // 2
             stride *= 2
         else:
             low = at
             if count <= most:
                 break
-            at = at + stride if high > top else (low + high) // 2
+            at = at + stride if high > top else low + (high - low) // 2
             stride *= 2
     return low
 
@@ -112,14 +111,14 @@ def _select(p: Floats, k: int, top: int, guess: int, zeros: bool, found: Longs) 
     Without ``zeros``, zeros do not count, so there may be fewer.
     """
     low = _threshold(p, k, top, guess)
-    count = _candidates_from(p, np.int32(low), found)
+    count = _candidates_from(p, low, found)
     bits = found[count + 1 : 2 * count + 1]
     for i in range(count):
-        bits[i] = _magnitude_bits(p[found[i]])
+        bits[i] = magnitude_bits(p[found[i]])
     high = top + 1
     if count > k:  # find the largest magnitude that at least k elements reach
         while high - low > 1:
-            middle = (low + high) // 2
+            middle = low + (high - low) // 2
             if _count_among(bits, middle) >= k:
                 low = middle
             else:
@@ -135,12 +134,14 @@ def _select(p: Floats, k: int, top: int, guess: int, zeros: bool, found: Longs) 
             equal -= 1
         found[kept] = found[i]
         kept += 1
-    return kept, low - EIGHTH
+    return kept, low - by_width(p, *EIGHTHS)
 
 
 @inline
 def _short(x: np.float32) -> np.float32:
-    return as_float(U(as_bits(x) + HALF) & KEPT_BITS)
+    single = max(F(x), TINY) if x > ZERO else ZERO
+    short: np.float32 = as_float(U(U(as_bits(single) + HALF) & KEPT_BITS))
+    return short
 
 
 @inline
@@ -151,7 +152,7 @@ def _mean_between(magnitudes: Floats, low: np.float32, high: np.float32, sums: F
         chosen = magnitudes[i] > ZERO and magnitudes[i] >= low and magnitudes[i] < high
         sums[i] = magnitudes[i] if chosen else ZERO
         count += chosen
-    return F(tree_sum(sums)) / F(max(count, 1))
+    return tree_sum(sums) / sums.dtype.type(max(count, 1))
 
 
 @inline
@@ -231,19 +232,21 @@ def _encode_bucket(
 ) -> bool:
     k, value_bits, width, found = own
     _, numbers, entries, buckets = layout
-    top = largest_bits(p)
-    if too_large(top):
+    peak = largest(p)
+    if too_large(peak):
         return False
+    top = as_int(magnitude_bits(peak))
     most = min(k, filled)
-    guess = found[-1] if found[-1] >= 0 else as_int(top) - 4 * EIGHTH
-    kept, found[-1] = _select(p, most, as_int(top), guess, value_bits == EXACT, found)
+    guess = found[-1] if found[-1] >= 0 else top - 4 * by_width(p, *EIGHTHS)
+    kept, found[-1] = _select(p, most, top, guess, value_bits == EXACT, found)
     at = bucket * k
     if value_bits == EXACT:
         for i in range(kept):
             index = found[i]
             _store(data, index, at + i, entries, width)
-            store_scale(data, numbers + 4 * (at + i), p[index])
-            p[index] = ZERO
+            value = F(p[index])
+            store_scale(data, numbers + 4 * (at + i), value)
+            p[index] = flush(p[index] - value)
         return True
     length = 1
     while length < most:
@@ -252,7 +255,8 @@ def _encode_bucket(
     magnitudes[kept:] = ZERO
     for i in range(kept):
         magnitudes[i] = abs(p[found[i]])
-    lowest, step = _scales(magnitudes, scratch[length : 2 * length], value_bits)
+    scales = _scales(magnitudes, scratch[length : 2 * length], value_bits)
+    lowest, step = p.dtype.type(scales[0]), p.dtype.type(scales[1])
     for i in range(kept):
         index = found[i]
         level, negative = _level(magnitudes[i], lowest, step, value_bits), p[index] < ZERO
@@ -270,7 +274,7 @@ def _encode_bucket(
 def _has_negative_zero(out: Floats) -> bool:
     count = np.int32(0)
     for i in range(out.size):
-        count |= np.int32(as_bits(out[i]) == SIGN)
+        count |= np.int32(as_bits(out[i]) == by_width(out, U(1 << 31), np.uint64(1 << 63)))
     return bool(count != 0)
 
 
@@ -298,10 +302,10 @@ def _decode_bucket(
         out[:] = ZERO
     elif adds == ADD:
         _add_zero(out)
-    lowest, step = ZERO, ZERO
+    lowest = step = out.dtype.type(0)
     if value_bits != EXACT:
-        lowest = load_scale(data, numbers + 4 * bucket)
-        step = load_scale(data, numbers + 4 * (buckets + bucket))
+        lowest = out.dtype.type(load_scale(data, numbers + 4 * bucket))
+        step = out.dtype.type(load_scale(data, numbers + 4 * (buckets + bucket)))
     before = -1
     for at in range(bucket * k, bucket * k + min(k, out.size)):
         entry = _load(data, at, entries, width)
@@ -327,7 +331,7 @@ def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
     """Return a function that compresses vectors to their largest elements."""
     width = _width(bucket_size, value_bits)
 
-    def own() -> Own:
+    def own(_: np.dtype[Any]) -> Own:
         found = np.empty(2 * bucket_size + 2, dtype=np.int64)
         found[-1] = -1  # the guess: there is none yet
         return k, value_bits, width, found
@@ -338,7 +342,7 @@ def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
 def decode_topk(k: int, bucket_size: int, value_bits: int) -> DecodeRun:
     """Return a function that decompresses payloads of largest elements."""
     own = k, value_bits, _width(bucket_size, value_bits)
-    return decode_run(_decode, bucket_size, lambda: own)
+    return decode_run(_decode, bucket_size, own)
 
 
 def _width(bucket_size: int, value_bits: int) -> int:

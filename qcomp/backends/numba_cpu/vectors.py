@@ -13,14 +13,14 @@ import numpy as np
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
-    SMALLEST,
-    TOO_LARGE,
-    F,
+    LIMIT,
+    TINY,
     U,
     as_bits,
     as_float,
     finish,
     flush,
+    magnitude_bits,
     mix,
 )
 
@@ -28,15 +28,14 @@ __all__ = ["descend", "finish_mean", "in_range", "largest_sum", "momentum", "nes
 
 _RUN = 1 << 12
 """A thread's share is a multiple of this many elements."""
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
 def largest_sum(x: Floats, y: Floats) -> float:
-    """Return the largest ``|x_i| + |y_i|``, rounded to float32; NaN if one is NaN, 0 if the arrays are empty.
+    """Return the largest ``|x_i| + |y_i|``, rounded to their dtype; NaN if one is NaN, 0 if the arrays are empty.
 
     Parameters
     ----------
-    x, y : array of float32, shape (n,)
+    x, y : array, shape (n,)
 
     Returns
     -------
@@ -44,7 +43,7 @@ def largest_sum(x: Floats, y: Floats) -> float:
         No ``fl(x_i + y_i)`` has a larger magnitude.
     """
     return _maximum(
-        threads.run(lambda a, b: _largest_sum(x, y, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
+        threads.run(lambda a, b: _largest_sum.of(x.dtype)(x, y, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
     )
 
 
@@ -53,12 +52,14 @@ def finish_mean(total: Floats, count: int) -> None:
 
     Parameters
     ----------
-    total : array of float32, shape (n,)
+    total : array, shape (n,)
         The sum, from the decoders with ``accumulate=True``, in rank order.
     count : int
         Number of ranks.
     """
-    threads.run(lambda a, b: _finish(total, F(count), a * _RUN, b * _RUN), -(-total.size // _RUN), _RUN)
+    threads.run(
+        lambda a, b: _finish.of(total.dtype)(total, count, a * _RUN, b * _RUN), -(-total.size // _RUN), _RUN
+    )
 
 
 def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> None:
@@ -66,17 +67,17 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> N
 
     Parameters
     ----------
-    m, g : array of float32, shape (n,)
+    m, g : array, shape (n,)
         The common momentum, and this rank's gradient.
     beta1, scale : float
         The decay, and the factor by which clipping scales the gradient.
-    out : array of float32, shape (n,)
+    out : array, shape (n,)
         May be m.
     """
-    keep, new = F(beta1), F((1 - beta1) * scale)
+    kernel, new = _momentum.of(m.dtype), (1 - beta1) * scale
 
     def work(a: int, b: int) -> None:
-        _momentum(m, g, keep, new, out, out is m, a * _RUN, b * _RUN)
+        kernel(m, g, beta1, new, out, out is m, a * _RUN, b * _RUN)
 
     threads.run(work, -(-m.size // _RUN), _RUN)
 
@@ -86,15 +87,15 @@ def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> 
 
     Parameters
     ----------
-    m, g : array of float32, shape (n,)
+    m, g : array, shape (n,)
         The momentum and the gradient.
     beta1 : float
-    new, ahead : array of float32, shape (n,)
+    new, ahead : array, shape (n,)
         Must not overlap m or g.
     """
-    weights = F(beta1), F(1 - beta1)
+    kernel = _nesterov.of(m.dtype)
     threads.run(
-        lambda a, b: _nesterov(m, g, *weights, new, ahead, a * _RUN, b * _RUN), -(-m.size // _RUN), _RUN
+        lambda a, b: kernel(m, g, beta1, 1 - beta1, new, ahead, a * _RUN, b * _RUN), -(-m.size // _RUN), _RUN
     )
 
 
@@ -103,9 +104,11 @@ def in_range(x: Floats) -> bool:
 
     Parameters
     ----------
-    x : array of float32, shape (n,)
+    x : array, shape (n,)
     """
-    return all(threads.run(lambda a, b: _in_range(x, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN))
+    return all(
+        threads.run(lambda a, b: _in_range.of(x.dtype)(x, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
+    )
 
 
 def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> None:
@@ -113,17 +116,17 @@ def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> Non
 
     Parameters
     ----------
-    p, d : array of float32, shape (n,)
+    p, d : array, shape (n,)
         Parameters and their direction.
     rate, decay : float
         Learning rate and weight decay coefficient.
-    out : array of float32, shape (n,)
+    out : array, shape (n,)
         May be p.
     """
-    in_place = p.ctypes.data == out.ctypes.data
+    kernel, in_place = _descend.of(p.dtype), p.ctypes.data == out.ctypes.data
 
     def work(a: int, b: int) -> None:
-        _descend(p, d, F(rate), F(decay), decay != 0, out, in_place, a * _RUN, b * _RUN)
+        kernel(p, d, rate, decay, decay != 0, out, in_place, a * _RUN, b * _RUN)
 
     threads.run(work, -(-p.size // _RUN), _RUN)
 
@@ -133,12 +136,12 @@ def scale(x: Floats, factor: float, out: Floats) -> None:
 
     Parameters
     ----------
-    x : array of float32, shape (n,)
+    x : array, shape (n,)
     factor : float
-    out : array of float32, shape (n,)
+    out : array, shape (n,)
         Must not overlap x.
     """
-    threads.run(lambda a, b: _scale(x, F(factor), out, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
+    threads.run(lambda a, b: _scale.of(x.dtype)(x, factor, out, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
 
 
 def _maximum(parts: Sequence[float]) -> float:
@@ -147,16 +150,17 @@ def _maximum(parts: Sequence[float]) -> float:
 
 
 @inline
-def _largest_sum_bits(x: Floats, y: Floats) -> np.uint32:
-    bits = np.int32(0)
+def _largest_of(x: Floats, y: Floats) -> np.float32:
+    bits = magnitude_bits(x.dtype.type(0))
     for i in range(x.size):
-        bits = max(bits, np.int32(as_bits(abs(x[i]) + abs(y[i])) & _MAGNITUDE))
-    return np.uint32(bits)
+        bits = max(bits, magnitude_bits(abs(x[i]) + abs(y[i])))
+    found: np.float32 = as_float(bits)
+    return found
 
 
 @kernel("float32(f32_in, f32_in, int64, int64)")
 def _largest_sum(x: Floats, y: Floats, first: int, last: int) -> np.float32:
-    return as_float(_largest_sum_bits(x[first:last], y[first:last]))
+    return _largest_of(x[first:last], y[first:last])
 
 
 @kernel("void(f32, float32, int64, int64)")
@@ -213,12 +217,12 @@ def _nesterov(
 
 @inline
 def _all_in_range(x: Floats) -> bool:
-    least = most = np.int32(0)
+    one = magnitude_bits(x.dtype.type(1))
+    least = most = one
     for i in range(x.size):
-        bits = as_bits(x[i])
-        beyond = np.int32(0) if bits == U(0) else np.int32(np.int32(bits & _MAGNITUDE) - np.int32(SMALLEST))
-        least, most = min(least, beyond), max(most, beyond)
-    return bool(least == 0 and most < TOO_LARGE - SMALLEST)
+        bits = one if as_bits(x[i]) == U(0) else magnitude_bits(x[i])
+        least, most = min(least, bits), max(most, bits)
+    return bool(as_float(least) >= TINY and as_float(most) < LIMIT)
 
 
 @kernel("boolean(f32_in, int64, int64)")
