@@ -900,9 +900,10 @@ cuda.get_current_stream = lambda: types.SimpleNamespace(synchronize=lambda: log.
 sys.modules.update({"cupy": cupy, "cupy.cuda": cuda, "cupyx": cupyx})
 import array_api_compat
 from qcomp.comm import buffers
-real = array_api_compat.array_namespace
-array_api_compat.array_namespace = lambda x: cupy if isinstance(x, DeviceArray) else real(x)
-array_api_compat.device = lambda x: None
+real = buffers.array_namespace
+buffers.array_namespace = lambda x: cupy if isinstance(x, DeviceArray) else real(x)
+buffers.device = lambda x: None
+array_api_compat.is_numpy_array = lambda x: type(x) is np.ndarray
 def on_device(size, value):
     return np.full(size, value, dtype=np.uint8).view(DeviceArray)
 """

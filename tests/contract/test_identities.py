@@ -222,7 +222,7 @@ def test_scaled_needs_an_unbiased_compressor(compressor):
     if compressor.traits.unbiased:
         qcomp.Scaled(compressor)
     else:
-        with pytest.raises(ValueError, match="expected an unbiased one"):
+        with pytest.raises(ValueError, match="expected an unbiased compressor"):
             qcomp.Scaled(compressor)
 
 

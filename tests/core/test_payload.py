@@ -269,7 +269,7 @@ class TestDamage:
             ({"spec": b"sign:scale=\xff"}, "cannot be made"),
             ({"spec": b"scaled(" * 5000}, "at most 1000"),
             ({"spec": b"scaled(" * 140 + b"sign" + b")" * 15}, "cannot be made"),
-            ({"spec": b"scaled(" * 110 + b"qsgd" + b")" * 110}, "expected an unbiased one"),
+            ({"spec": b"scaled(" * 110 + b"qsgd" + b")" * 110}, "expected an unbiased compressor"),
             ({"spec": b"identity", "size": 2**62}, "has 8 bytes of data"),
             ({"spec": b"qsgd:levels=" + b"9" * 900}, "cannot be made"),
         ],

@@ -28,6 +28,7 @@ def one_bit(**changes) -> qcomp.OneBitAdam:
             "freeze": FREEZE,
             "exact": None,
             "compressor": SIGN,
+            "variance_floor": 0.0,
             **changes,
         }
     )
@@ -41,6 +42,7 @@ def qadam(**changes) -> qcomp.QAdam:
             "freeze": FREEZE,
             "exact": None,
             "compressor": MINMAX,
+            "variance_floor": 0.0,
             "variance_steps": None,
             **changes,
         }
@@ -308,7 +310,7 @@ class TestFreeze:
             t for t in range(delay + 1, 9999) if (1 - beta2 ** (t - delay)) / (1 - beta2**t) >= 0.96
         )
         assert predicted == expected
-        opt = one_bit(betas=(0.9, beta2), freeze=VarianceStable(0.96))
+        opt = one_bit(betas=(0.9, beta2), freeze=VarianceStable(0.96), variance_floor=0)
         params, g = [np.zeros(8)], [np.linspace(-1, 2, 8)]
         state = opt.initial_state(params, ("0",), rank=0, size=1)
         while state.stage == "warmup":

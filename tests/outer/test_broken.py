@@ -18,14 +18,14 @@ LOOP = module.OuterLoop
 DEPART, LAND, EXCHANGE = LOOP._depart, LOOP._land, LOOP.exchange
 
 
-def wrong_sign(self, fragment, tensors, state):
-    after = DEPART(self, fragment, tensors, state)
+def wrong_sign(self, *given):
+    after = DEPART(self, *given)
     return after._replace(arrays={**after.arrays, "sent": tuple(-x for x in after.arrays["sent"])})
 
 
-def halves_the_outer_gradient(self, fragment, tensors, state):
+def halves_the_outer_gradient(self, *given):
     """Sends half of each outer gradient, as if measured from parameters between the shared and the local ones."""
-    after = DEPART(self, fragment, tensors, state)
+    after = DEPART(self, *given)
     return after._replace(arrays={**after.arrays, "sent": tuple(x / 2 for x in after.arrays["sent"])})
 
 

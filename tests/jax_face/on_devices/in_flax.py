@@ -117,6 +117,6 @@ def test_other_gradients_are_named():
         check_vma=False,
     )
     with pytest.raises(
-        ValueError, match=r"arrays at \['first/kernel'\] which tree lacks, .*\['second/kernel'\]"
+        ValueError, match=r"arrays at \['first/kernel'\], which tree lacks, .*\['second/kernel'\]"
     ):
         jax.jit(run).trace(other, state)
