@@ -70,7 +70,7 @@ EDGES = (
 )
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow  # a worker of the quick run would compile these kernels beside all others, and grow
 @pytest.mark.parametrize("as_array", [np.asarray, torch.asarray], ids=["numpy", "torch"])
 @pytest.mark.parametrize("factor", [1.0, 2.0**60, 2.0**940, 2.0**943])
 @pytest.mark.parametrize("compressor", [qcomp.Identity(), *FEEDBACK], ids=str)
