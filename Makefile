@@ -16,9 +16,12 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-ci test-exhaustive test-all test-versions test-lowest test-newest test-gpu test-peers fuzz coverage mutants
 .PHONY: bench-kernels bench-gpu bench-convergence bench-conversions bench-network bench-loss docs lint format lock wheel clean
 
-demo: $(DEMO)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
-	$(BIN)/qcomp warmup --compressor sign --compressor minmax & \
+# Compiles kernels in processes of their own, which end: a process that compiles them keeps memory for them.
+WARM = $(BIN)/qcomp warmup --compressor sign --compressor minmax & \
 	$(BIN)/qcomp warmup --compressor qsgd:levels=7,bucket_size=128; wait
+
+demo: $(DEMO)  ## Train a language model under mpirun with four optimizers and compare them in runs/demo/.
+	$(WARM)
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
 # Workers keep what numba and JAX compile; more arenas of glibc only keep more.
@@ -28,7 +31,8 @@ IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tes
 COMMIT = $(or $(shell git rev-parse --short HEAD 2>/dev/null),0)
 
 test: $(INSTALLED)  ## Run the quick tests, in five minutes on two cores.
-	$(PYTEST) --max-memory 1792 -m "$(HERE) and not slow" --ignore tests/benchmarks
+	$(WARM)
+	$(PYTEST) --max-memory 1536 -m "$(HERE) and not slow" --ignore tests/benchmarks
 
 test-ci: $(INSTALLED)  ## Run the quick and the slow tests, and the tenth of the exhaustive ones that the commit's hash chooses.
 	$(PYTEST) -m "$(HERE)" --tenth $(COMMIT)

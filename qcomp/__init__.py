@@ -29,7 +29,6 @@ from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.ef21 import EF21Mean
 from qcomp.core.mean.powersgd import PowerSGDMean
-from qcomp.core.mean.weights import weighted
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers import (
     EF21SGD,
@@ -63,6 +62,7 @@ from qcomp.version import __version__
 
 if TYPE_CHECKING:
     from qcomp import comm, compat, elastic, extend, integrations, jax, outer, planning, testing, torch
+    from qcomp.core.mean.weights import weighted
 
 __all__ = [
     "EF21SGD",
@@ -152,7 +152,9 @@ _SUBPACKAGES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import the subpackages on first use; some need an array library."""
+    """Import the subpackages on first use, some of which need an array library, and what few scripts use."""
+    if name == "weighted":
+        return import_module("qcomp.core.mean.weights").weighted
     if name in _SUBPACKAGES:
         return import_module(f"qcomp.{name}")
     raise AttributeError(f"module 'qcomp' has no attribute {name!r}")

@@ -43,7 +43,6 @@ from qcomp.core.mean.state import (
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
 from qcomp.core.mean.topologies.registry import AUTO, require_name, topology
-from qcomp.core.mean.weights import weighted
 from qcomp.core.numeric.arrays import (
     Array,
     as_list,
@@ -425,6 +424,8 @@ class CompressedMean:
                 f"comm is rank {comm.rank} of {comm.size}; state belongs to rank {state.rank} of {state.size}"
             )
         if weight is not None:
+            from qcomp.core.mean.weights import weighted  # noqa: PLC0415 - few scripts weigh
+
             products = weighted(x, weight, comm)
             mean, new_state = self(products, state, comm, key=key, donate=True)
             means = shaped_like(as_list(mean), as_list(x))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_communicator
-from qcomp.core.mean.weights import weighted
 from qcomp.core.numeric.arrays import Array, require_apart
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
@@ -228,6 +227,8 @@ class Optimizer(Replica[OptimizerState]):
         """
         require_rank(state, comm)
         if weight is not None:
+            from qcomp.core.mean.weights import weighted  # noqa: PLC0415 - few scripts weigh
+
             grads = weighted(grads, weight, comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
 

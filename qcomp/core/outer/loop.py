@@ -8,7 +8,6 @@ from typing import Any
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
-from qcomp.core.mean.weights import weight_stages
 from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients
@@ -280,7 +279,11 @@ class OuterLoop(OuterSettings):
             tensors, after = self._land(fragment, means, tensors, after)
         departing = self._departing(after)
         if departing is not None:
-            factor = 1.0 if weight is None else (yield from weight_stages(weight, state.size, tensors[0]))
+            factor = 1.0
+            if weight is not None:
+                from qcomp.core.mean.weights import weight_stages  # noqa: PLC0415 - few scripts weigh
+
+                factor = yield from weight_stages(weight, state.size, tensors[0])
             after = self._depart(departing, tensors, after, factor)
             if not self.delay:
                 means = yield from self.exchange(after, departing)
