@@ -26,6 +26,7 @@ class Array(Protocol):
     def __float__(self) -> float: ...
     def __int__(self) -> int: ...
     def __neg__(self) -> Array: ...
+    # An array compares each element, where object returns a bool.
     def __eq__(self, other: Any, /) -> Array: ...  # type: ignore[override]
     def __ne__(self, other: Any, /) -> Array: ...  # type: ignore[override]
     def __lt__(self, other: Any, /) -> Array: ...
@@ -45,7 +46,9 @@ class Array(Protocol):
     def __invert__(self) -> Array: ...
 
 
-Kind = TypeVar("Kind", bound=Array)  # a result of the library of an argument
+Kind = TypeVar("Kind", bound=Array)
+"""The type of an argument whose library the result has, too. Operators of `Array` lose it, so a function that returns
+what it has computed as Kind must tell the type checker to ignore that."""
 
 
 class Mutable(Array, Protocol):
