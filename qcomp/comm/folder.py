@@ -386,12 +386,6 @@ class FolderCommunicator(Verbs):
             for name in self._session.sent.pop(number):
                 self._session.delete(name)
 
-    def _require_open(self, verb: str) -> None:
-        if os.getpid() != self._process:
-            self._refuse(verb)
-        if self._closed is not None:
-            raise as_mismatch(CommunicatorError(f"{verb}: this communicator is closed: {self._closed}"))
-
     @contextlib.contextmanager
     def _closing_on_failure(self, verb: str) -> Iterator[None]:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -253,12 +252,6 @@ class MPICommunicator(Verbs):
             if exchange.is_complete:
                 self._lifelines.complete(exchange.number)
         self._under_way[:] = [exchange for exchange in self._under_way if not exchange.is_complete]
-
-    def _require_open(self, verb: str) -> None:
-        if os.getpid() != self._process:
-            self._refuse(verb)
-        if self._closed is not None:
-            raise CommunicatorError(f"{verb}: this communicator is closed: {self._closed}")
 
     @contextlib.contextmanager
     def _closing_on_failure(self, verb: str) -> Iterator[None]:

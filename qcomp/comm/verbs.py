@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import AllToAll, Exchange, Owner
+from qcomp.core.mean.stages import AllToAll, Exchange, Owner, as_mismatch
 from qcomp.core.numeric.arrays import Array
 
 __all__ = ["Completed", "Pending", "Verbs", "described"]
@@ -40,6 +40,8 @@ class Verbs(ABC):
     size: int
     host: str
     _process: int
+    _closed: str | None = None
+    """Why no more exchanges are possible."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Take note of the process."""
@@ -60,6 +62,13 @@ class Verbs(ABC):
             f"{verb}: process {os.getpid()} is a forked child of rank {self.rank} (process {self._process}), whose "
             "connections it must not use: let children such as a data loader's workers compute, and the rank exchange"
         )
+
+    def _require_open(self, verb: str) -> None:
+        """Raise CommunicatorError in a forked child, and after a failure or `close`."""
+        if os.getpid() != self._process:
+            self._refuse(verb)
+        if self._closed is not None:
+            raise as_mismatch(CommunicatorError(f"{verb}: this communicator is closed: {self._closed}"))
 
     @abstractmethod
     def _exchange(

@@ -323,7 +323,10 @@ def through(
 
 
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
-    """Run a computation in stages, and give each of its exchanges an owner, unless it has one."""
+    """Run a computation in stages, and give each of its exchanges an owner, unless it has one.
+
+    `through` would do it, with another generator for each exchange of every step.
+    """
     arrived: Sequence[Array] | None = None
     while True:
         try:
