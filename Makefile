@@ -31,7 +31,7 @@ IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tes
 COMMIT = $(or $(shell git rev-parse --short HEAD 2>/dev/null),0)
 
 test: $(INSTALLED)  ## Run the quick tests, in five minutes on two cores.
-	$(WARM)
+	$(BIN)/qcomp warmup --compressor sign --dtype float64 & $(WARM)
 	$(PYTEST) --max-memory 1536 -m "$(HERE) and not slow" --ignore tests/benchmarks
 
 test-ci: $(INSTALLED)  ## Run the quick and the slow tests, and the tenth of the exhaustive ones that the commit's hash chooses.

@@ -27,7 +27,7 @@ examples:
   NUMBA_CACHE_DIR=/cache qcomp warmup --compressor sign
 """
 
-_DTYPES = ("float32", "float16", "bfloat16")
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _CODED = ("qsgd:coding=elias", "qsgd:coding=range")
 
 
