@@ -122,7 +122,7 @@ class TestWarmup:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--dtype", "float64"], "'float64' is none of float32, float16, bfloat16"),
+            (["--dtype", "int32"], "'int32' is none of float32, float16, bfloat16, float64"),
             (["--compressor", "sign:levels=7"], "option 'levels=7'; sign has"),
         ],
     )

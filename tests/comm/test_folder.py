@@ -52,6 +52,24 @@ def test_a_training_has_the_bytes_that_it_has_elsewhere(tmp_path):
     assert all(np.array_equal(x, y) for x, y in zip(together(tmp_path, steps, 2), expected, strict=True))
 
 
+def rounds(comm):
+    """Outer rounds whose messages travel while inner steps go on, as the page on outer loops recommends."""
+    loop = qcomp.outer.sparse_loco(every=4, delay=2, exact=None)
+    params = np.zeros(5000, np.float32)
+    state, running = loop.init(params, comm), qcomp.outer.Overlapped(loop, comm)
+    for step in range(15):
+        draws = np.random.default_rng((comm.rank, step)).normal(size=5000).astype(np.float32)
+        params, state = running.step(params - draws, state, weight=1 + comm.rank)
+    running.close()
+    return loop.shared(params, state)
+
+
+def test_outer_rounds_have_the_bytes_that_they_have_elsewhere(tmp_path):
+    expected = qcomp.comm.run_local(2, rounds)
+    assert expected[0].any()
+    assert all(np.array_equal(x, expected[0]) for x in together(tmp_path, rounds, 2))
+
+
 def test_files_are_deleted(tmp_path):
     held = []
 

@@ -186,3 +186,27 @@ def test_outer_gradients_are_weighted(delay):
         return loop.shared(params, state)
 
     assert run_local(2, rank_main)[0] == pytest.approx(np.full(4, -2 * (3 * 1 + 1 * 2) / 4))
+
+
+UNDER_DDP = """
+import os
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import qcomp
+from qcomp.integrations import ddp
+
+me = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+comm = qcomp.comm.world()
+for hooked in (False, True):
+    model = DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    if hooked:
+        model.register_comm_hook(*ddp.hook(qcomp.Identity(), model, exact=None))
+    tokens, x = (300, 100)[me], torch.full((1, 3), (1.0, 5.0)[me])
+    (model(x).sum() * qcomp.weighted(torch.ones(()), tokens, comm)).backward()
+    assert torch.equal(model.module.weight.grad, torch.full((1, 3), 2.0)), model.module.weight.grad
+"""
+
+
+def test_a_factor_of_the_loss_weighs_what_others_average(torch_ranks):
+    torch_ranks(2, UNDER_DDP)
