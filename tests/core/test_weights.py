@@ -188,6 +188,16 @@ def test_outer_gradients_are_weighted(delay):
     assert run_local(2, rank_main)[0] == pytest.approx(np.full(4, -2 * (3 * 1 + 1 * 2) / 4))
 
 
+def test_a_result_is_outside_of_automatic_differentiation():
+    """On every rank: those of weight 0 could not lead a loss back to the model."""
+    torch = pytest.importorskip("torch")
+    loss = torch.ones(3, requires_grad=True).sum()
+    assert [x.requires_grad for x in run_local(2, lambda comm: qcomp.weighted(loss, comm.rank, comm))] == [
+        False,
+        False,
+    ]
+
+
 UNDER_DDP = """
 import os
 import torch, torch.distributed as dist

@@ -12,6 +12,7 @@ from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
     as_list,
+    detached,
     from_host_bytes,
     host_bytes,
     to_compute_dtype,
@@ -43,7 +44,8 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
     Returns
     -------
     array or list of arrays
-        New arrays, in the dtype in which the values are computed: float32 for half precision.
+        New arrays, in the dtype in which the values are computed: float32 for half precision. They are outside of
+        automatic differentiation: multiply a loss by ``weighted(torch.ones(()), weight, comm)``.
 
     Raises
     ------
@@ -68,7 +70,7 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
     [[1.5, 1.5], [1.5, 2.5]]
     """
     require_communicator(comm)
-    tensors = as_list(values)
+    tensors = detached(as_list(values))
     owner = Owner("weights", 0, (), 0, "the exchange", _ADVICE)
     factor = drive(owned(weight_stages(weight, comm.size, tensors[0]), owner), comm)
     results = [
