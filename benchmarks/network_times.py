@@ -178,7 +178,9 @@ TASKS = {"matrix": matrix, "links": links, "exchange": exchange, "loss": loss}
 def write(results: Results) -> None:
     """Draw the pictures, and write the tables into the page."""
     blocks = tables.blocks(results) | journeys.blocks(results)
-    for name, figure in (("steps", bars.picture(results.runs())), ("loss", journeys.picture(results))):
+    runs = results.runs()
+    figures = {"steps": bars.picture(runs), "gain": bars.gain(runs), "loss": journeys.picture(results)}
+    for name, figure in figures.items():
         if figure is not None:
             figure.savefig(results.folder / f"{name}.png", dpi=100)
     page.rewrite(results.folder, blocks)

@@ -1,4 +1,4 @@
-"""Draws the matrix: the milliseconds of a step of each method, over the links."""
+"""Draws the milliseconds of a step: of each method over all links, and of a few methods for the README."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from network.launch import LINKS
+from network.launch import LINKS, RATES
 from network.methods import COMPUTE, METHODS
 from network.results import Run
 from network.tables import NAMES
 
-__all__ = ["picture"]
+__all__ = ["gain", "picture"]
 
 MARKERS = "osD^v<>P"
+SHOWN = {
+    "none": "DistributedDataParallel",
+    "fp16": "with torch's fp16 hook",
+    "powersgd1": "with torch's PowerSGD hook",
+    "qsgd4": "with qcomp, 4 bits",
+    "sign": "with qcomp, 1 bit",
+}
+"""The methods in the README's picture."""
 
 
 def picture(runs: Sequence[Run]) -> Figure | None:
@@ -64,3 +72,25 @@ def _draw(panel: Axes, runs: dict[str, Run], links: Sequence[str]) -> dict[str, 
 
 def _averaging() -> list[tuple[str, Any]]:
     return [(name, method) for name, method in METHODS.items() if name != COMPUTE]
+
+
+def gain(runs: Sequence[Run]) -> Figure | None:
+    """Return a figure with a panel of bars for each limited link, of the first model on two ranks."""
+    found = [r for r in runs if (r.model, r.ranks, r.link) in {(runs[0].model, 2, link) for link in RATES}]
+    if not found:
+        return None
+    figure = Figure(figsize=(9, 2.3), layout="constrained")
+    for run, panel in zip(found, figure.subplots(1, len(found), sharey=True, squeeze=False)[0], strict=True):
+        names = [name for name in reversed(SHOWN) if name in run.methods]
+        bars = panel.barh(
+            [SHOWN[name] for name in names],
+            [run.seconds(name) for name in names],
+            color=[METHODS[name].colour for name in names],
+        )
+        panel.bar_label(bars, fmt="%.2f s", padding=3, fontsize=9)
+        panel.axvline(run.compute, color="black", ls="--", lw=1)
+        panel.set_title(NAMES[run.link], fontsize=10)
+        panel.margins(x=0.25)
+        panel.set_xticks([])
+        panel.spines[["top", "right", "bottom"]].set_visible(False)
+    return figure

@@ -302,7 +302,7 @@ class TestStandings:
         text = (PAGE / page.PAGE).read_text()
         assert page.replaced(text, standings.tables(**standings.read(PAGE))) == text
 
-    def test_the_readme_has_the_times_of_the_transformer(self):
+    def test_the_page_begins_with_the_times_of_the_transformer(self):
         files = standings.read(PAGE)
         race = Race(*standings.JUDGED, files["curves"])
         for link in standings.GOALS:
@@ -313,9 +313,9 @@ class TestStandings:
                 for peer in (True, False)
             }
             cells = [NAMES[link], *map(spoken, (after[REFERENCE], best[True], best[False]))]
-            assert f"| {' | '.join(cells)} |" in (PAGE.parents[2] / "README.md").read_text()
+            assert f"| {' | '.join(cells)} |" in (PAGE / page.PAGE).read_text()
 
-    def test_the_readme_says_how_much_longer_it_took_on_other_cores(self):
+    def test_the_page_says_how_much_longer_it_took_on_other_cores(self):
         files = standings.read(PAGE)
         race = Race(*standings.JUDGED, files["curves"])
         longer = {True: [], False: []}
@@ -334,7 +334,7 @@ class TestStandings:
             )
             longer[peer].append(before / now)
         of_others, own = (f"{min(found):.1f} to {max(found):.1f}" for found in longer.values())
-        text = " ".join((PAGE.parents[2] / "README.md").read_text().split())
+        text = " ".join((PAGE / page.PAGE).read_text().split())
         assert f"took {of_others} times as long, and qcomp {own} times" in text
 
 

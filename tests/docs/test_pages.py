@@ -25,7 +25,7 @@ WITH_PYTHON = [
     if any(language == "python" for language, _ in pages.blocks(page)) and page.stem != "frameworks"
 ]
 """Pages that run as a whole; `test_frameworks` runs the recipes of the other."""
-LANGUAGES = {"python", "sh", "text", "diff", "toml", "{toctree}", "{include}"}
+LANGUAGES = {"python", "sh", "text", "diff", "toml", "yaml", "{toctree}", "{include}"}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a state of 2 ranks resumes with 3"),  # done by the page on torch
@@ -80,8 +80,8 @@ def test_calls_in_sentences_run():
     assert "qcomp.outer.sparse_loco(every=5)" in found
 
 
-def check_readme(scope):
-    (announced,) = re.findall(r"payload\.nbytes +# (\d+)", (ROOT / "README.md").read_text())
+def check_features(scope):
+    (announced,) = re.findall(r"payload\.nbytes +# (\d+)", (DOCS / "features.md").read_text())
     assert scope["payload"].nbytes == int(announced)
 
 
@@ -107,7 +107,7 @@ def check_choose(scope):
 
 
 CHECKS = {
-    "README": check_readme,
+    "features": check_features,
     "migrate/deepspeed": check_deepspeed,
     "migrate/bagua": check_bagua,
     "migrate/torchft": check_torchft,
@@ -179,19 +179,23 @@ def test_commands_of_pages_make_plans(page, command, reader, capsys):
 
 
 def test_tables_list_every_compressor_optimizer_and_topology():
-    readme, topologies = (ROOT / "README.md").read_text(), (DOCS / "topologies.md").read_text()
+    features, topologies = ((DOCS / f"{name}.md").read_text() for name in ("features", "topologies"))
     values = {name: getattr(qcomp, name) for name in qcomp.__all__}
     bases = (qcomp.Compressor, qcomp.Optimizer)
     kinds = [n for n, v in values.items() if isinstance(v, type) and issubclass(v, bases) and v not in bases]
-    rows = [(readme, rf"`{name}\b") for name in kinds]
+    rows = [(features, rf"`{name}\b") for name in kinds]
     rows += [(topologies, f'`"{name}"`') for name in qcomp.topologies.names()]
     assert [row for page, row in rows if not re.search(rf"^\|.*{row}", page, re.MULTILINE)] == []
 
 
-def test_figures_in_the_readme_are_those_of_the_committed_run():
+def test_the_page_on_the_demo_shows_the_committed_run():
     for run in json.loads((DOCS / "demo" / "summary.json").read_text()):
         loss, sent = f"{run['validation_loss']:.3f}", f"{run['bytes_sent_per_rank'] / 1e6:.0f} MB"
         row = f"| {loss} | {sent} | {run['compression_ratio']:.2f}x |"
         if run["compressed_stage_ratio"] is not None:
             row += f" {run['compressed_stage_ratio']:.1f}x |"
-        assert row in (ROOT / "README.md").read_text()
+        assert row in (DOCS / "demo" / "README.md").read_text()
+
+
+def test_the_readme_fits_on_a_screen():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 75
