@@ -237,11 +237,11 @@ class Notes:
         self.part = part = chosen[0]
         self.sample = _Sample([math.prod(v.shape) for v in part.values], self.most)
         pieces = [to_compute_dtype(self.sample.of(v, i)) for i, v in enumerate(part.values)]
-        if part.blends:
-            olds = [self.sample.of(b.m, i) for i, b in enumerate(part.blends)]
+        if part.terms.blends:
+            olds = [self.sample.of(b.m, i) for i, b in enumerate(part.terms.blends)]
             pieces = [
                 primitives.momentum(m, g, b.beta1, b.scale) if g.shape[0] else m
-                for m, g, b in zip(olds, pieces, part.blends, strict=True)
+                for m, g, b in zip(olds, pieces, part.terms.blends, strict=True)
             ]
         self.signal = array_namespace(pieces[0]).concat(pieces)
 

@@ -19,7 +19,7 @@ from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
-from qcomp.core.optimizers.compression import Average, Compressing
+from qcomp.core.optimizers.compression import Compressing
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -275,8 +275,7 @@ class MeshMean:
         state = state._replace(exchange=exchange)
         names = _compressed(state)
         if exactly:
-            part = self._compression.exact_part(range(len(tensors)), tensors, state._replace(stage="warmup"))
-            request = Average((part,), exchange)
+            request = self._compression.exactly(tensors, state._replace(stage="warmup"))
         else:
             given = [] if momenta is None else _without_derivative(taken.like(momenta, "momenta"))
             blends = [Blend(m, beta, 1.0) for m in given]

@@ -11,9 +11,11 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, MismatchError, NonFiniteError
 from qcomp.comm import run_local
+from qcomp.core import primitives
 from qcomp.core.feedback import compensated
+from qcomp.core.kernels import Blend
 from qcomp.core.mean import stages as transport
-from qcomp.core.mean.compressed_mean import Terms
+from qcomp.core.mean.compressed_mean import EXACT, MeanState, Terms
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse
 from qcomp.core.mean.topologies import two_phase
@@ -97,6 +99,17 @@ class TestExactMean:
         there, _ = average(mean, values, start(mean, values[0], 3), None)
         back, _ = average(mean, values[::-1], start(mean, values[0], 3), None)
         assert there[0].tobytes() != back[0].tobytes()
+
+    @pytest.mark.parametrize(("factors", "calls"), [((0.9, 0.9), 1), ((0.9, 0.5), len(SHAPES))])
+    def test_many_small_momenta_are_made_in_one_call(self, lockstep, factors, calls, monkeypatch):
+        momenta, gradients = inputs(0, 0), inputs(0, 1)
+        blends = [Blend(m, factors[i % 2], 0.7) for i, m in enumerate(momenta)]
+        expected = [primitives.momentum(b.m, g, *b[1:]) for b, g in zip(blends, gradients, strict=True)]
+        made, one_by_one = [], primitives.momentum
+        monkeypatch.setattr(primitives, "momentum", lambda *args: made.append(args) or one_by_one(*args))
+        ((means, _),) = lockstep([EXACT.stages(gradients, MeanState(0, 1, (), ()), blends=blends)])
+        assert len(made) == calls
+        assert [m.tobytes() for m in means] == [m.tobytes() for m in expected]
 
 
 class TestState:

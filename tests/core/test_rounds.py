@@ -357,7 +357,7 @@ def test_the_first_rounds_also_carry_the_exact_tensors(small_rounds):
     params = [np.ones(shape, dtype=np.float32) for shape in SHAPES]
     state = opt.initial_state(params, tuple(map(str, range(len(params)))), 0, 1)
     exact, compressed = opt.prepare(gradient(0, 0), state).parts
-    counts = [len(p.mean.begin(p.values, p.state, Terms(p.key)).rounds) for p in (exact, compressed)]
+    counts = [len(p.mean.begin(p.values, p.state, p.terms).rounds) for p in (exact, compressed)]
     assert counts[0] == 1 < counts[1]
     assert len(requests_of(opt)) == 2 * counts[1]
 

@@ -10,6 +10,7 @@ import pytest
 import qcomp
 from qcomp import EF21Mean, TopK
 from qcomp.comm import LocalCommunicator, run_local
+from qcomp.core.mean import ef21 as ef21_of_core
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.testing.libraries import to_numpy
 
@@ -123,6 +124,17 @@ class TestEstimates:
                 answer, states = track(lockstep, mean, vectors, states, step=step)
             held.add((library.numpy(answer[0]).tobytes(), estimates(states).tobytes()))
         assert len(held) == 1
+
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_a_compiled_mean_is_nan_if_a_value_is_not_finite(self, lockstep, libraries, broken, monkeypatch):
+        import jax
+
+        mean, x = EF21Mean(TopK(2, 8)), libraries["jax"].array([np.nan, 1, 2, 3], np.float32)
+        (state,) = zeros(mean, [x], 1)
+        if broken:  # forgets what it cannot read while it is traced
+            monkeypatch.setattr(ef21_of_core.Verdicts, "require_accepted", lambda *_: ())
+        found = jax.jit(lambda x: lockstep([mean.stages(x, state)])[0][0])(x)
+        assert np.isnan(found).all() != broken
 
     def test_the_returned_mean_shares_no_memory_with_the_state(self, lockstep):
         mean, x = EF21Mean(TopK(8, 8)), np.ones(8)

@@ -40,9 +40,8 @@ from qcomp.core.checkpoint.manifest import (
     require_no_problem,
 )
 from qcomp.core.checkpoint.schema import shown
-from qcomp.core.compressors.identity import Identity
 from qcomp.core.handshake import gather_texts
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.compressed_mean import EXACT, CompressedMean, MeanState
 from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
 from qcomp.core.numeric.arrays import (
@@ -473,9 +472,8 @@ def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Arr
     filled = {key: share for key, share in shares.items() if share.shape[0]}
     if not filled:
         return {**shares}
-    exact = CompressedMean(Identity(), feedback=False)
     nothing = MeanState(world.rank, world.size, (), ())
-    means, _ = yield from exact.stages(list(filled.values()), nothing, donate=True)
+    means, _ = yield from EXACT.stages(list(filled.values()), nothing, donate=True)
     return {**shares, **dict(zip(filled, means, strict=True))}
 
 

@@ -11,7 +11,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.kernels import Blend, Encoded, EncodedFrame, chosen
 from qcomp.core.mean.chunks import Chunk, Segment
-from qcomp.core.mean.framing import Frame, Opened
+from qcomp.core.mean.framing import Frame, Opened, unseal
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -25,7 +25,7 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Codec", "Compressed", "Verdicts", "assemble", "refused_by", "unless_refused"]
+__all__ = ["Codec", "Compressed", "Verdicts", "assemble", "refused_by", "unless_refused", "unsealed"]
 
 _FINE, _NON_FINITE = 0, 1
 _FRAME, _MESSAGE, _VERDICT = attrgetter("frame"), attrgetter("message"), attrgetter("verdict")
@@ -327,6 +327,12 @@ class Codec:
     def _byte(self, value: int) -> Array:
         xp = array_namespace(self.like)
         return xp.asarray([value], dtype=xp.uint8, device=device(self.like))
+
+
+def unsealed(codec: Codec, sealed: Array, frame: Frame, sender: int, ranks: int) -> tuple[Array, set[int]]:
+    """Return a sealed message, and the ranks to blame if it is a refusal."""
+    message, accused = unseal(sealed, ranks)
+    return message, (accused or {sender}) if codec.refuses(message, frame, sender) else set()
 
 
 class _NewResiduals:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter, eq, itemgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor, require_compressor
@@ -21,7 +21,7 @@ from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands
 from qcomp.core.mean.nodes import Nodes, node_stages, require_rank_in
 from qcomp.core.mean.rounds import count_rounds, in_rounds, lay_out_rounds
-from qcomp.core.mean.single_rank import alone
+from qcomp.core.mean.single_rank import SMALL, alone
 from qcomp.core.mean.stages import (
     Owner,
     Stages,
@@ -60,6 +60,7 @@ from qcomp.core.numeric.random import Key, require_key
 from qcomp.core.rehearsal import rehearse
 
 __all__ = [
+    "EXACT",
     "CompressedMean",
     "Computation",
     "MeanState",
@@ -166,6 +167,8 @@ class CompressedMean:
     """Those of ``kinds`` whose mean over the ranks is another of them, which all ranks hold in full."""
     low_rank: ClassVar[bool] = False
     """Whether matrices are approximated by factors."""
+    in_one: ClassVar[bool] = False
+    """Whether a mean has one round, however large."""
 
     compressor: Compressor | Sequence[Compressor]
     topology: str = "two_phase"
@@ -301,28 +304,24 @@ class CompressedMean:
 
     def within(self, topology: str) -> CompressedMean:
         """Return this mean in another topology: the same object for the same name, so that its layouts are kept."""
-        if topology == self.topology:
-            return self
-        known = self._others.get(topology)
-        return known or self._others.setdefault(topology, replace(self, topology=topology))
+        return self if topology == self.topology else self._like(topology, topology=topology)
 
     def around(self, compressors: tuple[Compressor, ...]) -> CompressedMean:
         """Return this mean with one compressor for each tensor: the same object for the same tuple."""
-        for mean in self._with_compressors:
-            if mean.compressor is compressors:
-                return mean
-        if len(self._with_compressors) == _MOST_LAYOUTS:
-            self._with_compressors.clear()
-        mean = replace(self, compressor=compressors)
-        self._with_compressors.append(mean)
+        return self._like(id(compressors), compressor=compressors)  # which keeps the tuple, and so its id
+
+    def _like(self, key: Any, **changes: Any) -> Self:
+        """Return this mean with some fields changed: the same object for the same key."""
+        known = self._others  # ranks in threads of one process share it
+        mean = known.get(key)
+        if mean is None:
+            if len(known) >= _MOST_LAYOUTS:
+                known.clear()
+            mean = known.setdefault(key, replace(self, **changes))
         return mean
 
     @cached_property
-    def _with_compressors(self) -> list[CompressedMean]:
-        return []
-
-    @cached_property
-    def _others(self) -> dict[str, CompressedMean]:
+    def _others(self) -> dict[Any, Self]:
         return {}
 
     def zeros(
@@ -394,11 +393,6 @@ class CompressedMean:
     @cached_property
     def _layouts(self) -> dict[Any, Layout]:
         return {}
-
-    @cached_property
-    def _exact(self) -> CompressedMean:
-        """The exact mean, where the topology compresses nothing."""
-        return CompressedMean(Identity(), feedback=False)
 
     def cutter(self, shapes: Sequence[tuple[int, ...]]) -> Cutter:  # noqa: ARG002 - for means that depend on them
         """Return the function that cuts tensors of these shapes into chunks."""
@@ -497,7 +491,7 @@ class CompressedMean:
         self._require_terms(terms, len(tensors))
         resolved = mean.resolved
         if resolved.wants_nodes and resolved.is_exact_on(Nodes.of(state.size, state.nodes)):
-            mean, resolved, terms = self._exact, self._exact.resolved, terms._replace(overwrite=False)
+            mean, resolved, terms = EXACT, EXACT.resolved, terms._replace(overwrite=False)
         elif mean.keeps_residuals:
             require_tensors(state, tensors, mean.topology)
         if not mean.keeps_residuals:
@@ -515,15 +509,14 @@ class CompressedMean:
         targets = [b.m for b in terms.blends] or tensors
         blends = [b if b.m.ndim == 1 else b._replace(m=flat(b.m)) for b in terms.blends]
         if blends and (self.lossless or not resolved.blends):
-            vectors = [
-                primitives.momentum(b.m, g, b.beta1, b.scale) for g, b in zip(vectors, blends, strict=True)
-            ]
-            blends = []
+            vectors, blends = self._momenta(vectors, blends), []
         shapes = tuple(map(tuple, map(_SHAPE, tensors)))
         dtypes = tuple(map(dtype_name, map(_DTYPE, vectors)))
         sizes = tuple(map(math.prod, shapes))
         sends_nothing = self.lossless and state.size == 1
-        in_one = sends_nothing or terms.at_once or terms.overwrite or not resolved.allows_rounds
+        in_one = (
+            sends_nothing or terms.at_once or terms.overwrite or self.in_one or not resolved.allows_rounds
+        )
         count = 1 if in_one else count_rounds(dtypes, sizes)
         joined = self.lossless and count == 1 and len(set(dtypes)) == 1 and not sends_nothing
         mean: CompressedMean = self
@@ -566,6 +559,18 @@ class CompressedMean:
 
         return Computation(rounds, finish)
 
+    def _momenta(self, vectors: Sequence[Array], blends: Sequence[Blend]) -> list[Array]:
+        """Return the momenta that vectors are blended into; many small ones in one call, if nothing overwrites them."""
+        momenta, numbers = [b.m for b in blends], [b[1:] for b in blends]
+        sizes = [m.shape[0] for m in momenta]
+        dtypes = {x.dtype for x in (*vectors, *momenta)}
+        alike = len(dtypes) == 1 and numbers.count(numbers[0]) == len(numbers)
+        if alike and self.lossless and sum(sizes) < SMALL * len(sizes):
+            return self.cut(primitives.momentum(concat(momenta), concat([*vectors]), *numbers[0]), sizes)
+        return [
+            primitives.momentum(m, g, *of_one) for m, g, of_one in zip(momenta, vectors, numbers, strict=True)
+        ]
+
     @cached_property
     def _varies(self) -> bool:
         """Whether the length of any message depends on the values."""
@@ -602,3 +607,7 @@ def require_divisor(divisor: str, topology: str) -> None:
             f"divisor is 'senders' with topology={topology!r}; expected topology='all_gather', in which every rank "
             "sees what each has sent"
         )
+
+
+EXACT = CompressedMean(Identity(), feedback=False)
+"""The exact mean, with the same interface as a compressed one."""

@@ -109,7 +109,7 @@ class _Tracking(GatherAll):
         sent = codec.encode(layout.frames, changes, (), call.key.at(hop=0), donate=False)
         arrived = yield AllGather(sent.messages[0], (whole.nbytes,) * layout.world)
         opened = codec.open(arrived, (whole,) * layout.world, verdicts, sent.error)
-        verdicts.require_accepted(sent.error)
+        unread = verdicts.require_accepted(sent.error)
         own = codec.decode(opened[layout.rank])
         worker, server = list(call.worker), list(call.server)
         for segment, change, mean in zip(whole.chunk, own, codec.average(opened), strict=True):
@@ -118,7 +118,7 @@ class _Tracking(GatherAll):
         new_server = _put(server, call.into.server)
         # Copies, so that callers may modify the result.
         copies = call.into.means or [empty_like(g) for g in server]
-        return Averaged(list(_put(server, copies)), _put(worker, call.into.worker), new_server)
+        return Averaged(list(_put(server, copies)), _put(worker, call.into.worker), new_server, unread)
 
 
 _TRACKING = _Tracking()

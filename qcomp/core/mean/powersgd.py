@@ -13,11 +13,7 @@ from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.codec import Verdicts, unless_refused
-from qcomp.core.mean.compressed_mean import (
-    Computation,
-    MeanState,
-    Terms,
-)
+from qcomp.core.mean.compressed_mean import EXACT, Computation, MeanState, Terms
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.factors import (
     FactorPlan,
@@ -245,7 +241,7 @@ class PowerSGDMean(TensorwiseMean):
         side_by_side: list[Stages[Any]] = []
         if plan.rest:
             nothing = MeanState(state.rank, state.size, (), ())
-            plain = self._exact.begin([vectors[i] for i in plan.rest], nothing, Terms(at_once=True))
+            plain = EXACT.begin([vectors[i] for i in plan.rest], nothing, Terms(at_once=True))
             side_by_side += plain.rounds
         if plan.matrices:
             factored = self._factored(plan, vectors, used_up, state, terms)

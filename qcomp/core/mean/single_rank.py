@@ -10,9 +10,9 @@ from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 
-__all__ = ["alone"]
+__all__ = ["SMALL", "alone"]
 
-_SMALL = 1 << 14
+SMALL = 1 << 14
 """Elements of a tensor for which a call takes longer than two more copies."""
 
 
@@ -40,9 +40,7 @@ def alone(
     # One vector is faster than many small ones, and without kernels than many of any size.
     sizes = [x.shape[0] for x in values]
     vectors = values
-    if len({x.dtype for x in values}) == 1 and (
-        sum(sizes) < _SMALL * len(sizes) or chosen(values[0]) is None
-    ):
+    if len({x.dtype for x in values}) == 1 and (sum(sizes) < SMALL * len(sizes) or chosen(values[0]) is None):
         vectors = [concat(list(values))]
     donate = donate or len(vectors) < len(values)
     verdicts = Verdicts(at_once=False)

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 from qcomp.core.mean.chunks import Cutter, cut, cut_each
-from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
+from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.arrays import Array
 
 __all__ = ["TensorwiseMean"]
@@ -42,6 +43,8 @@ class TensorwiseMean(CompressedMean):
     >>> first.shapes, second.shapes
     (((16,),), ((8,),))
     """
+
+    in_one: ClassVar[bool] = True
 
     numbers: Sequence[int] = ()
 
@@ -81,13 +84,4 @@ class TensorwiseMean(CompressedMean):
 
     def numbered(self, numbers: tuple[int, ...]) -> "TensorwiseMean":
         """Return this mean with these bucket numbers: the same object for the same numbers."""
-        known = self._numbered.get(numbers)
-        return known or self._numbered.setdefault(numbers, replace(self, numbers=numbers))
-
-    @cached_property
-    def _numbered(self) -> "dict[tuple[int, ...], TensorwiseMean]":
-        return {}
-
-    def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
-        """Return the one round of this mean; see `CompressedMean.begin`."""
-        return super().begin(tensors, state, terms._replace(at_once=True))
+        return self._like(numbers, numbers=numbers)

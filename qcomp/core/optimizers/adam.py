@@ -101,8 +101,7 @@ class Adam(Optimizer):
         """Ask for the exact mean of the gradients."""
         gradients = [to_compute_dtype(g) for g in as_tensors(grads, "grads")]
         scaled = gradients if scale == 1 else [g * scale for g in gradients]
-        part = self.compression.exact_part(range(len(scaled)), scaled, state)
-        return Average((part,), state.exchange, of_gradients=True)
+        return self.compression.exactly(scaled, state)._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update both moments with the mean gradient, and the parameters with them."""

@@ -7,12 +7,10 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from qcomp.core import primitives
 from qcomp.core.checkpoint.schema import shown
 from qcomp.core.compressor import Compressor
-from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState, Terms
+from qcomp.core.mean.compressed_mean import EXACT, CompressedMean, MeanState, Terms
 from qcomp.core.mean.stages import Stages, fuse, pipeline
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.mean.topologies.registry import AUTO
@@ -26,24 +24,19 @@ from qcomp.core.state import OptimizerState
 
 __all__ = ["EXACT", "Average", "AveragePart", "Compressing", "Means"]
 
-EXACT = CompressedMean(Identity(), feedback=False)
-"""The exact mean, with the same interface as a compressed one."""
-
 
 class AveragePart(NamedTuple):
     """Tensors that are averaged in the same way."""
 
     mean: CompressedMean
-    tensors: tuple[int, ...]
+    tensors: Sequence[int]
     """Their indices among the parameters; larger indices belong to other values that are averaged as well."""
-    values: tuple[Array, ...]
+    values: Sequence[Array]
     """The values to average, or to blend into momenta first. Without blends, the exchange may overwrite them, unless
     `Average.own` is set."""
     state: MeanState
-    key: Key
-    blends: tuple[Blend, ...] = ()
-    whiteners: tuple[Array, ...] = ()
-    """See `qcomp.core.mean.owned.OwnedMean`."""
+    terms: Terms = Terms()
+    """The key, the blends and the whiteners; the rest is for `Average` to say."""
 
 
 class Means(NamedTuple):
@@ -86,8 +79,8 @@ class Average(NamedTuple):
             return Means(self.own, self.exchange, self.own)
         begun = []
         for p in self.parts:
-            donate = not (p.blends or self.own or self.overwrite)
-            terms = Terms(p.key, donate, p.blends, self.overwrite, self.at_once, p.whiteners)
+            donate = not (p.terms.blends or self.own or self.overwrite)
+            terms = p.terms._replace(donate=donate, overwrite=self.overwrite, at_once=self.at_once)
             begun.append(p.mean.begin(p.values, p.state, terms))
         results = yield from _side_by_side([computation.rounds for computation in begun])
         values: dict[int, Array] = {}
@@ -236,42 +229,35 @@ class Compressing:
         exact, compressed = _numbers_of(state.exact)
         parts = []
         if exact:
-            plain = [values[i] for i in exact]
-            if blends:
-                plain = [
-                    primitives.momentum(blends[i].m, values[i], blends[i].beta1, blends[i].scale)
-                    for i in exact
-                ]
-            parts.append(self.exact_part(exact, plain, state))
+            chosen = [values[i] for i in exact]
+            parts.append(self._exact_part(exact, chosen, state, [blends[i] for i in exact] if blends else ()))
         if compressed:
-            chosen = tuple(map(values.__getitem__, compressed))
-            chosen_blends = tuple(map(blends.__getitem__, compressed)) if blends else ()
-            parts.append(
-                AveragePart(
-                    self.mean_of(state),
-                    compressed,
-                    chosen,
-                    state.exchange,
-                    key,
-                    chosen_blends,
-                    whiteners,
-                )
-            )
+            terms = Terms(key, blends=[blends[i] for i in compressed] if blends else (), whiteners=whiteners)
+            chosen = [values[i] for i in compressed]
+            parts.append(AveragePart(self.mean_of(state), compressed, chosen, state.exchange, terms))
         return Average(tuple(parts), state.exchange)
+
+    def exactly(self, values: Sequence[Array], state: OptimizerState) -> Average:
+        """Ask for the exact mean of all values."""
+        return self.beside(Average((), state.exchange), values, state)
 
     def beside(self, average: Average, exact: Sequence[Array], state: OptimizerState) -> Average:
         """Return an average with further values, whose exact means follow the others."""
         first = sum(len(part.tensors) for part in average.parts)
-        part = self.exact_part(range(first, first + len(exact)), exact, state)
+        part = self._exact_part(range(first, first + len(exact)), exact, state)
         return average._replace(parts=(*average.parts, part))
 
-    def exact_part(
-        self, tensors: Sequence[int], values: Sequence[Array], state: OptimizerState
+    def _exact_part(
+        self,
+        tensors: Sequence[int],
+        values: Sequence[Array],
+        state: OptimizerState,
+        blends: Sequence[Blend] = (),
     ) -> AveragePart:
         """Return a part that averages these tensors exactly, with the stages of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = self.plain.topology if state.stage == "warmup" else self.mean_of(state).topology
-        return AveragePart(self.plain.within(topology), tuple(tensors), tuple(values), nothing, Key())
+        return AveragePart(self.plain.within(topology), tensors, values, nothing, Terms(blends=blends))
 
     def _require_suitable(self, compressors: Sequence[Compressor]) -> None:
         """Raise ValueError if steps must be unbiased and a compressor is not."""

@@ -74,8 +74,7 @@ class Lion(Optimizer):
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean of the gradients."""
         scaled = [to_compute_dtype(g) * scale for g in as_tensors(grads, "grads")]
-        part = self.compression.exact_part(range(len(scaled)), scaled, state)
-        return Average((part,), state.exchange, of_gradients=True)
+        return self.compression.exactly(scaled, state)._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Move the parameters along the signs, and update the momentum."""

@@ -86,8 +86,7 @@ class SGD(Optimizer):
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
         """Ask for the exact mean of the gradients."""
         scaled = each_in_blocks(lambda g: g * scale, [*map(to_compute_dtype, as_tensors(grads, "grads"))])
-        part = self.compression.exact_part(range(len(scaled)), scaled, state)
-        return Average((part,), state.exchange, of_gradients=True)
+        return self.compression.exactly(scaled, state)._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
         """Update the momentum with the mean gradient, and the parameters with it."""

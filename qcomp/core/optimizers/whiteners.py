@@ -21,7 +21,6 @@ from qcomp.core.numeric.arrays import (
     dtype_name,
     flat,
 )
-from qcomp.core.numeric.random import Key
 from qcomp.core.numeric.whitening import half_of, unwhitened, whitened, whitener, whole_of
 from qcomp.core.optimizers.compression import AveragePart
 from qcomp.core.state import OptimizerState
@@ -67,7 +66,7 @@ def new_whiteners(state: OptimizerState, mean: OwnedMean) -> AveragePart:
         values[segment.tensor] = whitener(matrix, values[segment.tensor])
     numbers = range(len(state.names), len(state.names) + len(values))
     nothing = MeanState(state.rank, state.size, (), ())
-    return AveragePart(_FromOwners(owners=tuple(owners)), tuple(numbers), tuple(values), nothing, Key())
+    return AveragePart(_FromOwners(owners=tuple(owners)), numbers, values, nothing)
 
 
 def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], mean: OwnedMean) -> MeanState:

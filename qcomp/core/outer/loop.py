@@ -160,9 +160,8 @@ class OuterLoop(OuterSettings):
         gradients = as_gradients(grads, state.arrays[ANCHOR], state.names)
         if not state.step:
             yield from compare_gradients(gradients, state.size, gradients[0], _NAME)
-        part = self.compression.exact_part(range(len(gradients)), [copy(g) for g in gradients], state)
         try:
-            means = yield from Average((part,), state.exchange).stages()
+            means = yield from self.compression.exactly([copy(g) for g in gradients], state).stages()
         except NonFiniteError as error:
             raise (yield from name_gradients(error, gradients, state.names, state)) from error
         return as_given(means.values, grads)

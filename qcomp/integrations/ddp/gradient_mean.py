@@ -67,8 +67,7 @@ class GradientMean(Optimizer):
         """Request the mean of the gradients, which may overwrite them; ``scale`` is 1, since nothing is clipped."""
         gradients = as_tensors(grads, "grads")
         if state.step < self.exact_iterations:
-            everything = self.compression.exact_part(range(len(gradients)), gradients, state)
-            average = Average((everything,), state.exchange)
+            average = self.compression.exactly(gradients, state)
         else:
             average = self.compression.average(gradients, state, self.key(state))
         return average._replace(overwrite=True)

@@ -11,9 +11,9 @@ from qcomp.core import primitives
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError, PayloadError
 from qcomp.core.mean.chunks import Chunk, Chunks, Cutter, Segment, cut
-from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.codec import Codec, unsealed
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, inside
-from qcomp.core.mean.framing import Frame, Opened, join, joined_size, seal, sealed_size, split, unseal
+from qcomp.core.mean.framing import Frame, Opened, join, joined_size, seal, sealed_size, split
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.stages import AllToAll, Stages
@@ -354,9 +354,8 @@ class _NodeShare:
         """Return the messages of the ranks of a lane, and the ranks to blame for refusals: by default their senders."""
         messages, blamed = [], set()
         for sender, buffer, frame in zip(self.nodes.team(lane), sealed, frames, strict=True):
-            message, accused = unseal(buffer, self.layout.world)
-            if codec.refuses(message, frame, sender):
-                blamed |= accused or {sender}
+            message, accused = unsealed(codec, buffer, frame, sender, self.layout.world)
+            blamed |= accused
             messages.append(message)
         return messages, blamed
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Chunk, Chunks, Segment
-from qcomp.core.mean.codec import Codec, Compressed
+from qcomp.core.mean.codec import Codec, Compressed, unsealed
 from qcomp.core.mean.costs import Cluster, Cost, Load, announcements, around
-from qcomp.core.mean.framing import Frame, seal, sealed_size, unseal
+from qcomp.core.mean.framing import seal, sealed_size
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllToAll, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_means
@@ -133,7 +133,7 @@ class _Share:
             finished[(owner - 1) % self.size] = came
         messages, accused = [], set()
         for owner, frame in enumerate(layout.frames):
-            message, blamed = self._opened(finished[owner], frame, owner)
+            message, blamed = unsealed(self.codec, finished[owner], frame, owner, self.size)
             messages.append(message)
             accused |= blamed
         if accused:
@@ -169,7 +169,7 @@ class _Share:
             ]
         blamed: set[int] = set()
         if sealed is not None:
-            message, blamed = self._opened(sealed, frame, self._left)
+            message, blamed = unsealed(self.codec, sealed, frame, self._left, self.size)
             if not blamed:
                 arrived = self.codec.open_from(self._left, message, frame)
                 values = [
@@ -193,11 +193,6 @@ class _Share:
                 blamed |= {self.rank}
             compressed = self.codec.refusals([frame], compressed.error)
         return compressed, blamed
-
-    def _opened(self, sealed: Array, frame: Frame, sender: int) -> tuple[Array, set[int]]:
-        """Return a message, and the ranks to blame if it is a refusal."""
-        message, accused = unseal(sealed, self.size)
-        return message, (accused or {sender}) if self.codec.refuses(message, frame, sender) else set()
 
     def _to_the_right(self, sealed: Array, owner: int) -> AllToAll:
         """Return an exchange that sends the message of an owner's chunk right, and receives the next owner's."""
