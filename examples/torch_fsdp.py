@@ -3,6 +3,7 @@
 Start it with ``torchrun --nproc-per-node 2 examples/torch_fsdp.py``. Two lines differ from the script without
 compression: the import, and ``compress``. ``--mesh hsdp`` shards over the ranks of a node and compresses between nodes
 (of two ranks each, so it needs four); ``--mesh replicate`` keeps whole copies, as DistributedDataParallel does.
+``--muon`` takes Muon in place of AdamW: the shards of a matrix go to one rank, which orthogonalises it.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+import qcomp.torch
 import qcomp.torch.fsdp
 
 STEPS, BATCH, TRAINED, WIDTH = 100, 64, 1500, 64
@@ -86,14 +88,18 @@ def main() -> None:
     """Train, each rank on its own random batches."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mesh", choices=("fsdp", "hsdp", "replicate"), default="fsdp")
-    kind = parser.parse_args().mesh
+    parser.add_argument("--muon", action="store_true")
+    options = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     images, labels = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).reshape(-1, 8, 8) / 16
     targets = torch.tensor(labels)
-    model, compression = sharded(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, compression = sharded(options.mesh)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if options.muon:
+        others, splits = ("rows.*", "places", "head.*"), {"*in_proj_weight": 3}
+        optimizer = qcomp.torch.Muon(model.named_parameters(), lr=0.02, others=others, splits=splits)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     draws = torch.Generator().manual_seed(rank)
 

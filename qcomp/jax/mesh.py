@@ -321,7 +321,7 @@ class MeshMean:
         known = self._chosen.get(asked)
         if known is None:
             first = OptimizerState.first("compressed", names, 0, size)
-            first = first._replace(stream=stream_of(names, tensors))
+            first = first._replace(stream=stream_of(names, [tuple(x.shape) for x in tensors]))
             known = self._chosen[asked] = self._compression.choose(first, tensors, type(self).__name__)
         return known
 

@@ -69,7 +69,7 @@ class _Sharded:
         self._compressor = compressor
         self._comm = comm
         self._terms = terms
-        self._stream = stream_of(unit.names, unit.params)
+        self._stream = stream_of(unit.names, [tuple(p.shape) for p in unit.params])
         self._known: dict[tuple[str, ...], Shards] = {}
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

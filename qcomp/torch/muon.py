@@ -9,10 +9,14 @@ from typing import Any, ClassVar, Literal
 from qcomp.core import optimizers
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import LloydMax, ScaledSign
+from qcomp.core.mean.sharding import Sharding
+from qcomp.core.optimizers.sharded_muon import ShardedMuon
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.reporting import warn_caller
+from qcomp.core.state import OptimizerState
 from qcomp.core.variance.schedules import Schedule
 from qcomp.torch.group_settings import exact_of
+from qcomp.torch.muon_shards import own_shard, sharding_of
 from qcomp.torch.optimizer import AveragingOptimizer
 
 __all__ = ["Muon"]
@@ -92,6 +96,13 @@ class Muon(AveragingOptimizer):
     See `qcomp.Muon` for the algorithm, what it sends, and its source. It averages by itself, so do not wrap the model
     in a DistributedDataParallel.
 
+    Parameters may be sharded by ``fully_shard``, all of them by rows over one mesh, perhaps with replicas. Each rank
+    then sends its shard of a gradient to the owner of the matrix, and gets its shard of the update: with N ranks, the
+    Nth part of the bytes. If ``comm`` has the ranks of several meshes of one dimension, each mesh holds a replica, and
+    the gradients of the replicas are averaged here; else FSDP2 has averaged them. ``init_sync`` has no effect then, and
+    replicas that begin with other parameters are an error. Without compression, parameters are those of Muon on whole
+    tensors, bit for bit.
+
     Examples
     --------
     >>> import torch, qcomp.torch
@@ -106,6 +117,8 @@ class Muon(AveragingOptimizer):
 
     shared: ClassVar[tuple[str, ...]] = ("momentum", "betas", "eps")
     fixed: ClassVar[tuple[str, ...]] = ("others", "use_muon")
+    _shards: Sharding | None
+    """How the parameters are cut, if they are sharded."""
 
     def __init__(
         self,
@@ -161,7 +174,15 @@ class Muon(AveragingOptimizer):
             "nonfinite": nonfinite,
         }
         self._adam_factor = adam_learning_rate_factor
-        super().__init__(params, of_groups, partial(optimizers.Muon, **settings), comm, init_sync=init_sync)
+        super().__init__(params, of_groups, partial(self._make_core, **settings), comm, init_sync=init_sync)
+
+    @staticmethod
+    def _make_core(**settings: Any) -> optimizers.Muon:
+        """Return the optimizer of the core, for shards if there are some."""
+        if settings["shards"] is not None:
+            return ShardedMuon(**settings)
+        del settings["shards"]
+        return optimizers.Muon(**settings)
 
     def _begin(self) -> None:
         """Compare the parameters of all ranks, and start; see `AveragingOptimizer`."""
@@ -191,7 +212,31 @@ class Muon(AveragingOptimizer):
         factor = self._adam_factor
         if factor is None and self._has_rates_of_adam(groups):
             factor = 1.0
-        return {"adam_learning_rate_factor": factor, "others": self._others(groups, names)}
+        self._shards = sharding_of(self._names, self._tensors, self._comm)
+        self._init_sync = self._init_sync and self._shards is None
+        others = self._others(groups, names)
+        return {"adam_learning_rate_factor": factor, "others": others, "shards": self._shards}
+
+    def _values(self) -> list[Any]:
+        return super()._values() if self._shards is None else [own_shard(p) for p in self._tensors]
+
+    def _gradients(self) -> tuple[list[Any], bool]:
+        gradients, scaled = super()._gradients()
+        if self._shards is None:
+            return gradients, scaled
+        return [None if g is None else own_shard(g) for g in gradients], scaled
+
+    def _write(self, params: Sequence[Any]) -> None:
+        if self._shards is None:
+            super()._write(params)
+            return
+        for own, new in zip(self._values(), params, strict=True):
+            if new.data_ptr() != own.data_ptr():
+                own.copy_(new)
+
+    def _compare(self, before: OptimizerState) -> None:
+        if self._shards is None:
+            super()._compare(before)
 
     def _others(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> Any:
         first, *rest = [_others_of(number, group) for number, group in enumerate(groups)]

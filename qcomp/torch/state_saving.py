@@ -78,7 +78,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
 
     def _agree(self, problem: Exception | None, *, doing: str, what: str) -> None:
         """Raise on every rank if any has a problem; see `qcomp.core.handshake.agree`."""
-        stages = agree_stages(problem, what=what, size=self._comm.size, like=self._tensors[0])
+        stages = agree_stages(problem, what=what, size=self._comm.size, like=self._values()[0])
         self._drive(stages, doing)
 
     def gather_states(self, to: int = 0) -> None:
@@ -96,7 +96,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         """
         self._saves.forget()
         own = own_part(self._entries(self._in_use().state_dict(self.core_state)))
-        like = self._tensors[0].detach()
+        like = self._values()[0]
         self._saves.gather(own, self._in_use(), self.core_state, self._comm, like=like, root=to)
 
     consolidate_state_dict = gather_states
@@ -307,7 +307,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         except Exception as error:  # of this rank alone, perhaps
             problem = ValueError(f"state_dict does not fit: {error}")
         self._agree(problem, doing="load_state_dict", what="load its state")
-        told = self._drive(gather_texts(text, self._comm.size, self._tensors[0]), "load_state_dict")
+        told = self._drive(gather_texts(text, self._comm.size, self._values()[0]), "load_state_dict")
         for their_groups, others in map(json.loads, told):
             groups, several = groups or their_groups, several or others
         if groups is None:

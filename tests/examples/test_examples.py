@@ -317,9 +317,12 @@ def test_a_script_in_an_outer_loop(mpirun):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
-def test_a_sharded_script(mesh, ranks):
-    lines = torchrun("torch_fsdp.py", "--mesh", mesh, ranks=ranks).splitlines()
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "options"),
+    [("fsdp", 2, ()), ("fsdp", 2, ("--muon",)), ("hsdp", 4, ()), ("replicate", 2, ())],
+)
+def test_a_sharded_script(mesh, ranks, options):
+    lines = torchrun("torch_fsdp.py", "--mesh", mesh, *options, ranks=ranks).splitlines()
     sent, read = lines[-1].split("; ")
     exact = (
         4 * 2 * 101_706 * 100 * (1 - 1 / ranks)

@@ -303,9 +303,11 @@ def from_state_dict(
 
 
 def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[str, Array]]:
-    """Yield the arrays of a state with their keys; residuals of parts are named by tensor and offset."""
-    yield from zip((f"momentum.{name}" for name in state.names), state.momentum, strict=False)
-    yield from zip((f"variance.{name}" for name in state.names), state.variance, strict=False)
+    """Yield the arrays of a state with their keys; parts of tensors are named by tensor and offset."""
+    starts = mean.starts(state.rank)
+    places = [f"{n}@{start}" for n, start in zip(state.names, starts, strict=True)] if starts else state.names
+    yield from zip((f"momentum.{place}" for place in places), state.momentum, strict=False)
+    yield from zip((f"variance.{place}" for place in places), state.variance, strict=False)
     compressed = [name for name, exact in zip(state.names, state.exact, strict=True) if not exact]
     kept = state.exchange
     if kept.worker or kept.server:

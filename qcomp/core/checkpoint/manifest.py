@@ -64,6 +64,9 @@ class Described(Protocol):
     def mean_of(self, state: OptimizerState) -> CompressedMean:
         """Return the mean whose residuals a state has."""
 
+    def shapes_of(self, params: Sequence[Array]) -> list[tuple[int, ...]]:
+        """Return the shapes of whole parameters."""
+
     def own_kinds(self, stage: str) -> tuple[str, ...]:
         """Return the kinds of arrays that differ between ranks in a stage, besides the residuals."""
 

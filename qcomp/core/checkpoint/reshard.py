@@ -97,7 +97,7 @@ class World:
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Elements of each parameter, by name."""
-        return {name: math.prod(p.shape) for name, p in zip(self.fresh.names, self.params, strict=True)}
+        return dict(zip(self.fresh.names, map(math.prod, self.replica.shapes_of(self.params)), strict=True))
 
     @cached_property
     def mean(self) -> CompressedMean:
@@ -108,6 +108,11 @@ class World:
     def owned(self) -> Sequence[str]:
         """The keys of all arrays that exist once in the world; the same on all ranks."""
         return owned_keys(self.fresh, self.mean)
+
+    @property
+    def part_kinds(self) -> tuple[str, ...]:
+        """The kinds of arrays of which each rank has a part of each tensor."""
+        return self.mean.part_kinds
 
     @property
     def owned_kinds(self) -> tuple[str, ...]:
@@ -145,6 +150,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     optimizer's own kinds become their means, arrays that exist once in the world go to their new owners, and everything
     else, which must be equal in all dicts, stays the same. A server that is not a worker for its chunk, as around a
     ring, gets the Nth part of that worker residual: the share that it would have contributed to the mean as a worker.
+    Parts of tensors that are cut into shards go to the ranks that hold them now, unchanged.
     Where arrays of old ranks are lost, the total lacks their residuals, the optimizer's own kinds are means over the
     other ranks, and arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old
     ranks, so no residual counts more than once; in a hierarchy, where ranks of a node share residuals, a part is lost.
@@ -203,11 +209,11 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         old: Manifest(scalars, {key: ArrayEntry(tuple(e[0]), *e[1:]) for key, e in arrays.items()})
         for old, (scalars, arrays) in sorted(found.items())
     }
-    require_agreement(manifests, world.owned_kinds)
+    require_agreement(manifests, (*world.owned_kinds, *world.part_kinds))
     differing = sorted(
         {kind for m in manifests.values() for kind in own_kinds_in(world.replica, {**m.scalars, **m.arrays})}
     )
-    averaged = world.replica.own_kinds(stage)
+    averaged = tuple(kind for kind in world.replica.own_kinds(stage) if kind not in world.part_kinds)
     if len(by) < size:
         given = {key for manifest in manifests.values() for key in manifest.arrays}
         lost_once = {kind_of(key) for key in world.owned if key not in given}
@@ -225,7 +231,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         scalars = manifests[world.rank].scalars
     elif (yield from _only_servers_move(manifests, template, world, whole=whole)):
         handed = yield from _hand_over(mine, by, manifests, world)
-        served = yield from _served(mine, by, manifests, template, world)
+        served = yield from _parts(mine, by, manifests, template, world, kinds=(SERVER,))
         arrays = {key: served[key] if kind_of(key) == SERVER else handed[key] for key in template}
         scalars = manifests[world.rank].scalars
     else:
@@ -306,27 +312,39 @@ def _served_once(lengths: Iterable[tuple[str, int]], world: World) -> set[str] |
     return set(served) if counts <= {1} else None
 
 
-def _served(
+def _parts(
     mine: Mapping[int, Saved],
     by: Mapping[int, int],
     manifests: Mapping[int, Manifest],
     template: Mapping[str, Array],
     world: World,
+    *,
+    kinds: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return the server residuals of the elements that this rank serves now, from the old servers."""
-    wanted = {key: (*world.place(key), like) for key, like in template.items() if kind_of(key) == SERVER}
+    """Return the parts of tensors that this rank has now, from the ranks that had them; equal parts are sent once."""
+    wanted = {
+        key: (kind_of(key), *world.place(key), like)
+        for key, like in template.items()
+        if kind_of(key) in kinds
+    }
     pieces: dict[str, list[tuple[int, Array]]] = {key: [] for key in wanted}
+    seen: set[tuple[str, tuple[int, ...]]] = set()
     for old, manifest in manifests.items():
-        for key, entry in manifest.of_kinds(SERVER).items():  # one at a time, as in `_unmerged`
+        for key, entry in manifest.of_kinds(*kinds).items():  # one at a time, as in `_unmerged`
+            if (key, entry.shape) in seen:
+                continue
+            seen.add((key, entry.shape))
             part = yield from _from_one(by[old], mine.get(old), key, entry, world)
             name, start = world.place(key)
             stop = start + math.prod(entry.shape)
-            for own, (tensor, first, like) in wanted.items():
+            for own, (kind, tensor, first, like) in wanted.items():
                 low, high = max(first, start), min(first + like.shape[0], stop)
-                if tensor == name and low < high:
+                if (kind, tensor) == (kind_of(key), name) and low < high:
                     pieces[own].append((low, part[low - start : high - start]))
     return {
         key: concat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
+        if parts
+        else template[key]
         for key, parts in pieces.items()
     }
 
@@ -441,8 +459,8 @@ def _unmerged(
 ) -> Stages[dict[str, Array]]:
     """Return the arrays that need no arithmetic: arrays that are equal in all dicts, and arrays that exist once."""
     first = min(by)
-    apart = (WORKER, SERVER, *averaged, *world.owned_kinds)
-    arrays = {}
+    apart = (WORKER, SERVER, *averaged, *world.owned_kinds, *world.part_kinds)
+    arrays = yield from _parts(mine, by, manifests, template, world, kinds=world.part_kinds)
     for key in world.owned:  # one at a time, so that no rank needs memory for the arrays of all others
         if key in template:
             arrays[key] = template[key]  # zeros, where the dict with it is missing
@@ -490,11 +508,12 @@ def _require_mergeable(
     ValueError
         If the dicts belong to another model or optimizer.
     """
-    apart = (WORKER, SERVER, *world.owned_kinds)
+    apart = (WORKER, SERVER, *world.owned_kinds, *world.part_kinds)
     alike = manifests[min(manifests)].but_kinds(*apart)
     expected = {key: like for key, like in template.items() if kind_of(key) not in apart}
     require_keys(alike, expected)
     _require_owned(manifests, world, size)
+    _require_parts(manifests, template, world)
     for key, like in expected.items():
         require_fit(alike[key].shape, alike[key].dtype, like, key)
     likes = {world.place(key)[0]: like for key, like in template.items() if kind_of(key) == WORKER}
@@ -557,6 +576,29 @@ def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -
                 f"the state has {key} of shape {entry.shape} and dtype {entry.dtype}; expected "
                 f"{(world.sizes[world.place(key)[0]],)} and {dtype}"
             )
+
+
+def _require_parts(manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World) -> None:
+    """Raise ValueError, on all ranks alike, unless the dicts have all parts of the tensors, of the right dtype."""
+    here = {(kind_of(key), world.place(key)[0]): like for key, like in template.items()}
+    kept = dict(zip(world.fresh.names, world.fresh.exact, strict=True))
+    found: dict[tuple[str, str], list[Part]] = {
+        (kind, name): [] for kind, name in here if kind in world.part_kinds
+    }
+    for manifest in manifests.values():
+        for key, entry in manifest.of_kinds(*world.part_kinds).items():
+            name, start = world.place(key)
+            place = kind_of(key), name
+            if place not in found or len(entry.shape) != 1 or (entry.shape[0] and not kept[name]):
+                raise ValueError(
+                    f"the state has {key} of shape {entry.shape}, which this optimizer does not keep: another model or "
+                    "optimizer"
+                )
+            require_dtype(entry.dtype, here[place], key)
+            found[place].append((start, start + entry.shape[0]))
+    for (kind, name), parts in found.items():
+        if kept[name]:
+            coverage(parts, world.sizes[name], f"{kind}.{name}")
 
 
 def _share(

@@ -165,6 +165,8 @@ class CompressedMean:
     """Those of ``kinds`` that exist once in the world for each tensor, on the rank that owns it."""
     tracked_kinds: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Those of ``kinds`` whose mean over the ranks is another of them, which all ranks hold in full."""
+    part_kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of arrays in a state of which each rank has a part of each tensor; see `starts`."""
     low_rank: ClassVar[bool] = False
     """Whether matrices are approximated by factors."""
     in_one: ClassVar[bool] = False
@@ -340,6 +342,10 @@ class CompressedMean:
             for ranges in mean.layout(shapes, rank=rank, size=size, nodes=nodes).residuals
         )
         return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
+
+    def starts(self, rank: int) -> tuple[int, ...]:  # noqa: ARG002 - for means of shards
+        """Return where a rank's part of each parameter starts; empty if every rank has whole parameters."""
+        return ()
 
     def rescaled(self, state: MeanState, factor: float) -> MeanState:
         """Return the state with all residuals multiplied by a factor."""

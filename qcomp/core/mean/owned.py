@@ -14,6 +14,7 @@ from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.sharding import Shape
 from qcomp.core.mean.single_rank import alone
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged, Call
@@ -22,9 +23,7 @@ from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.whitening import unwhitened, whitened
 
-__all__ = ["OwnedMean", "Rule"]
-
-Shape = tuple[int, ...]
+__all__ = ["OwnedLayout", "OwnedMean", "Owners", "Rule", "Shape"]
 
 
 class Rule(Protocol):
@@ -117,9 +116,9 @@ class OwnedMean(CompressedMean):
         return False
 
     @cached_property
-    def resolved(self) -> "_Owners":
+    def resolved(self) -> "Owners":
         """Two phases around the rule."""
-        return _Owners(self.updates, self.rule, self.repaid)
+        return Owners(self.updates, self.rule, self.repaid)
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes of the message to each owner, and of the message from each; float32.
@@ -148,7 +147,7 @@ class OwnedMean(CompressedMean):
 
 
 @dataclass(frozen=True, eq=False)
-class _OwnedLayout(Layout):
+class OwnedLayout(Layout):
     """The layout of the workers' messages, with the layout of the updates."""
 
     updates: Layout
@@ -160,7 +159,7 @@ class _OwnedLayout(Layout):
         return worker, (2 * shapes, 2 * tensors)
 
 
-class _Owners(TwoPhase):
+class Owners(TwoPhase):
     """Two phases in which a chunk has whole tensors, and servers send updates instead of means; see `OwnedMean`.
 
     ``server`` holds the momentum of each tensor that this rank owns, then the residual of each tensor's update.
@@ -183,7 +182,7 @@ class _Owners(TwoPhase):
             sides = itertools.starmap(self._rule.sides, enumerate(call.layout.operands.shapes))
             values = [whitened(*each) for each in zip(call.values, call.whiteners, sides, strict=True)]
             call = call._replace(values=values, donate=True, overwrite=False)
-        averaged = yield from super().stages(call)
+        averaged = yield from self.exchange(call)
         if self._repaid == 1:
             return averaged
         kept = [
@@ -191,6 +190,10 @@ class _Owners(TwoPhase):
             for old, lost in zip(call.worker, averaged.worker, strict=True)
         ]
         return averaged._replace(worker=tuple(kept))
+
+    def exchange(self, call: Call) -> Stages[Averaged]:
+        """Do the same with the whole residual of a worker."""
+        return super().stages(call)
 
     def _alone(self, call: Call) -> Stages[Averaged]:
         """Return the result of the exchanges of the only rank with itself, if compression loses nothing."""
@@ -213,11 +216,11 @@ class _Owners(TwoPhase):
         answers = deal(sent.sizes, sent.bucket_sizes, sent.world, costs=costs)
         exact = all(c.traits.lossless for c in operands.compressors)
         residuals = Residuals(() if exact else operands.whole, found[operands.rank])
-        return _OwnedLayout(operands, found, residuals, Layout(sent, answers, Residuals((), ())))
+        return OwnedLayout(operands, found, residuals, Layout(sent, answers, Residuals((), ())))
 
     def answers(self, layout: Layout) -> Layout:
         """Return the layout of the updates."""
-        assert isinstance(layout, _OwnedLayout)
+        assert isinstance(layout, OwnedLayout)
         return layout.updates
 
     def serve(

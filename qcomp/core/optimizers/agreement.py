@@ -164,8 +164,9 @@ def shared_by_ranks(replica: Described, state: OptimizerState) -> dict[str, str]
     """Return what the states of all ranks must have in common, by name: numbers, and digests of arrays."""
     mean = replica.mean_of(state)
     arrays = dict(named_arrays(state, mean))
-    own_kinds = (*replica.own_kinds(state.stage), *mean.owned_kinds)
-    return shared_entries(describe(to_state_dict(state, mean), arrays, own_kinds), mean.owned_kinds)
+    apart = (*mean.owned_kinds, *mean.part_kinds)
+    described = describe(to_state_dict(state, mean), arrays, (*replica.own_kinds(state.stage), *apart))
+    return shared_entries(described, apart)
 
 
 def compare_new_stage(
@@ -176,9 +177,8 @@ def compare_new_stage(
         yield from compare_states(replica, after, like, f"after step {after.step}")
 
 
-def stream_of(names: Sequence[str], params: Sequence[Array]) -> int:
+def stream_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> int:
     """Return a number, equal on all ranks, that makes this model's random draws differ from other models'."""
-    shapes = [tuple(p.shape) for p in params]
     return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 
 

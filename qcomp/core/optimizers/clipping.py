@@ -12,8 +12,12 @@ from qcomp.core.numeric.sums import sum_of_squares
 __all__ = ["clip_scale"]
 
 
-def clip_scale(clip_norm: float, grads: Sequence[Array], size: int) -> Stages[float]:
+def clip_scale(
+    clip_norm: float, grads: Sequence[Array], size: int, replicas: int | None = None
+) -> Stages[float]:
     """Return the factor that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm, the same on all ranks.
+
+    With ``replicas``, the ranks have shards of this many gradients, over which the mean is taken.
 
     Raises
     ------
@@ -25,7 +29,7 @@ def clip_scale(clip_norm: float, grads: Sequence[Array], size: int) -> Stages[fl
     message = xp.asarray(list(struct.pack("<d", square)), dtype=xp.uint8, device=device(grads[0]))
     arrived = yield AllGather(message, (8,) * size)
     squares = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
-    norm = math.sqrt(math.fsum(squares) / size)
+    norm = math.sqrt(math.fsum(squares) / (replicas or size))
     if not math.isfinite(norm):
         bad = ", ".join(str(rank) for rank, value in enumerate(squares) if not math.isfinite(value))
         raise NonFiniteError(f"the norm of the gradients on rank {bad} is not finite")

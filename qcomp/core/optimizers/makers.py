@@ -12,7 +12,7 @@ from qcomp.core.reporting import warn_caller
 __all__ = ["maker", "require_maker", "without_groups"]
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
-_NOT_COMPARED = ("tensorwise", "topology", "link")  # the keys of a state show where residuals lie
+_NOT_COMPARED = ("tensorwise", "topology", "link", "shards")  # the keys of a state show where residuals lie
 _GROUPS = "groups"
 """The setting that states from `without_groups` do not name."""
 

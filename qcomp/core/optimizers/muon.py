@@ -13,7 +13,8 @@ from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.compressors.lloyd_max import LloydMax
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
-from qcomp.core.mean.owned import OwnedMean, Shape
+from qcomp.core.mean.owned import OwnedMean
+from qcomp.core.mean.sharding import Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable, to_compute_dtype
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_library
 from qcomp.core.optimizers.adam import Adam
@@ -45,7 +46,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.core.variance.arithmetic import bias_corrections
 from qcomp.core.variance.schedules import Schedule, require_schedule
 
-__all__ = ["Muon"]
+__all__ = ["Compression", "Muon"]
 
 _AT_ONCE = 1 << 20
 """Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
@@ -243,11 +244,11 @@ class Muon(Optimizer):
         object.__setattr__(self, "stacks", as_patterns("stacks", self.stacks))
 
     @cached_property
-    def compression(self) -> "_Compression":
+    def compression(self) -> "Compression":
         """What this optimizer compresses: the gradients and the updates of matrices."""
         repaid = 0.5 if self.nesterov else 1.0
         mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=self._rule, repaid=repaid)
-        return _Compression(mean, stacks=tuple(self.stacks), splits=self._splits)
+        return Compression(mean, stacks=tuple(self.stacks), splits=self._splits)
 
     @property
     def _splits(self) -> Splits:
@@ -273,9 +274,8 @@ class Muon(Optimizer):
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:
         """Return moments and residuals of zero; there is no warm-up."""
-        tensors = [
-            Tensor(name, tuple(p.shape), math.prod(p.shape)) for name, p in zip(names, params, strict=True)
-        ]
+        shapes = self.shapes_of(params)
+        tensors = [Tensor(name, shape, math.prod(shape)) for name, shape in zip(names, shapes, strict=True)]
         forms = forms_of(names, self.output_axis, tuple(self.stacks), self._splits)
         exact = self._moved_by_adam(tensors, forms)
         require_library(self.newton_schulz_dtype, params[0])
@@ -405,7 +405,7 @@ class Muon(Optimizer):
 
 
 @dataclass(frozen=True)
-class _Compression(Compressing):
+class Compression(Compressing):
     """The compression of Muon, whose rule knows from the names which matrices each tensor holds."""
 
     stacks: tuple[str, ...] = ()

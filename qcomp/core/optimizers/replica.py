@@ -91,6 +91,8 @@ class Replica(ABC, Generic[Loaded]):
 
     resizes = True
     """Whether a saved state fits another number of ranks, and does without the arrays of some."""
+    sharded = False
+    """Whether each rank has a part of each parameter."""
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -117,6 +119,16 @@ class Replica(ABC, Generic[Loaded]):
         rank, size : int
             This rank, and the number of ranks.
         """
+
+    def shapes_of(self, params: Sequence[Array]) -> list[tuple[int, ...]]:
+        """Return the shapes of whole parameters.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            This rank's parameters.
+        """
+        return [tuple(p.shape) for p in params]
 
     @cached_property
     def compression(self) -> Compressing:
@@ -248,6 +260,11 @@ class Replica(ABC, Generic[Loaded]):
             The numbers and texts of a saved state, as Python objects.
         """
         require_maker(saved, self)
+
+    def _compare_parameters(self, names: Sequence[str], params: Sequence[Array], size: int) -> Stages[None]:
+        """Raise MismatchError on every rank unless the ranks that must hold the same parameters do."""
+        values = {"values": digests(names, params)}
+        yield from handshake_stages(values, size=size, like=params[0], explain=_EXPLAIN)
 
     @abstractmethod
     def _loaded(self, params: Any, state: OptimizerState) -> Loaded:
@@ -427,14 +444,16 @@ def begin(
     except Exception as error:
         problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
     compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
-    values = digests(names, tensors) if compare else []
+    values = digests(names, tensors) if compare and not replica.sharded else []
     told = _facts(replica, names, tensors) | {"compressed": compressed, "values": values}
     yield from handshake_stages(told, size=place.size, like=tensors[0], explain=_EXPLAIN)
     if state is None:
         assert problem is not None
         raise problem
+    if compare and replica.sharded:
+        yield from replica._compare_parameters(names, tensors, place.size)
     require_matches("groups", patterns_of(replica.moves()[0]), names)
-    state = state._replace(stream=stream_of(names, tensors), number=place.number)
+    state = state._replace(stream=stream_of(names, replica.shapes_of(tensors)), number=place.number)
     mean = replica.mean_of(state)
     rehearse([*EXACT.compressors, *mean.sends], tensors[0], steps=True, low_rank=mean.low_rank)
     nodes = yield from replica.mean.node_stages(place.host, size=place.size, like=tensors[0])
@@ -448,7 +467,7 @@ def _facts(replica: Replica[Any], names: Sequence[str], params: Sequence[Array])
         "settings": settings_of(replica),
         "rates": _rates(replica.moves()[1]),
         "names": list(names),
-        "shapes": [list(p.shape) for p in params],
+        "shapes": [list(shape) for shape in replica.shapes_of(params)],
         "dtypes": [dtype_name(p.dtype) for p in params],
     }
 
@@ -502,8 +521,7 @@ def _resume(
     loaded = yield from _load(replica, saved, world, missing)
     yield from compare_states(replica, loaded, tensors[0], "when they resume")
     if not replica.apart(loaded.stage):
-        values = {"values": digests(loaded.names, tensors)}
-        yield from handshake_stages(values, size=world.size, like=tensors[0], explain=_EXPLAIN)
+        yield from replica._compare_parameters(loaded.names, tensors, world.size)
     return loaded
 
 

@@ -1,0 +1,129 @@
+"""How ``fully_shard`` has cut the parameters of Muon, as the core takes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qcomp.comm.base import Communicator
+from qcomp.core.handshake import agree_stages, gather_texts
+from qcomp.core.mean.sharding import Sharding
+from qcomp.core.mean.stages import Owner, Stages, drive, owned
+from qcomp.core.reporting import name_ranks
+from qcomp.torch.buffers import own_part
+
+__all__ = ["own_shard", "sharding_of"]
+
+
+def own_shard(x: Any) -> Any:
+    """Return this rank's shard of a parameter or of its gradient, flat; in the same memory, as that is contiguous."""
+    return own_part(x).reshape(-1)
+
+
+def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator) -> Sharding | None:
+    """Return how parameters are cut, the same on all ranks, or None if none is a DTensor; collective if some is.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The names of the parameters.
+    params : sequence of Parameter
+        The parameters.
+    comm : Communicator
+        The ranks of the mesh. If it has the ranks of several meshes, each holds a replica.
+
+    Raises
+    ------
+    TypeError
+        If only some parameters are sharded.
+    ValueError
+        If they are cut otherwise than by rows, or over several meshes; or, on every rank, if the ranks of the meshes
+        are not the ranks of ``comm``.
+    MismatchError
+        On the other ranks, if some rank raises an error of its own.
+    """
+    if not any(hasattr(p, "device_mesh") for p in params):
+        return None
+    cut, problem = {}, None
+    try:
+        cut = _cut_of(names, params)
+    except Exception as error:  # of this rank alone, perhaps
+        problem = error
+    stages = _told(cut, problem, comm.size, own_part(params[0]))
+    told = drive(owned(stages, Owner("optimizer", 0, tuple(names), 0, "init with shards")), comm)
+    return Sharding(tuple(tuple(p.shape) for p in params), *_grid(told))
+
+
+def _told(
+    cut: dict[str, Any], problem: Exception | None, size: int, like: Any
+) -> Stages[list[dict[str, Any]]]:
+    """Return how the parameters of each rank are cut; raise on all ranks if one has a problem."""
+    yield from agree_stages(problem, what="make an optimizer for shards", size=size, like=like)
+    return [json.loads(text) for text in (yield from gather_texts(json.dumps(cut), size, like))]
+
+
+def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
+    """Return over which ranks this rank's parameters are cut, and which shard and replica it has."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - most models are not sharded
+
+    first = next(p for p in params if hasattr(p, "device_mesh"))
+    mesh, placements = first.device_mesh, first.placements
+    for name, p in zip(names, params, strict=True):
+        if not hasattr(p, "device_mesh"):
+            raise TypeError(
+                f"the parameter {name!r} is whole, and others are sharded; expected all of them to be sharded: prepare "
+                "the whole model by fully_shard, make another optimizer for what it ignores, and call model.reshard() "
+                "after an evaluation"
+            )
+        kinds = [type(placement) for placement in p.placements]
+        by_rows = all(placement.dim == 0 for placement in p.placements if type(placement) is Shard)
+        if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) > 1 or not by_rows:
+            raise ValueError(
+                f"the parameter {name!r} has the placements {p.placements}; expected Shard(0) on one dimension of the "
+                "mesh, and Replicate() on the others, as fully_shard makes them without tensor parallelism and "
+                "shard_placement_fn"
+            )
+        if p.device_mesh != mesh or p.placements != placements:
+            raise ValueError(
+                f"the parameter {name!r} is cut over {p.device_mesh} with {p.placements}, {names[0]!r} over {mesh} "
+                f"with {placements}; expected one mesh: make an optimizer for the parameters of each, with seeds of "
+                "their own"
+            )
+        if not own_part(p).is_contiguous():
+            raise ValueError(f"the shard of {name!r} is not contiguous; expected a contiguous one")
+    at, sizes = mesh.get_coordinate(), [mesh.size(dim) for dim in range(mesh.ndim)]
+    is_shard = [type(placement) is Shard for placement in placements]
+    replica = 0
+    for number, size, is_cut in zip(at, sizes, is_shard, strict=True):
+        replica = replica if is_cut else replica * size + number
+    return {
+        "mesh": mesh.mesh.flatten().tolist(),
+        "shard": sum(number for number, is_cut in zip(at, is_shard, strict=True) if is_cut),
+        "shards": math.prod(size for size, is_cut in zip(sizes, is_shard, strict=True) if is_cut),
+        "replica": replica,
+    }
+
+
+def _grid(cuts: Sequence[dict[str, Any]]) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """Return the rank with each shard of each replica, and whether FSDP2 averages over the replicas."""
+    held: dict[tuple[Any, ...], int] = {}
+    for rank, cut in enumerate(cuts):
+        held[*cut["mesh"], cut["replica"], cut["shard"]] = rank
+    meshes = {tuple(cut["mesh"]) for cut in cuts}
+    replicas = {(*cut["mesh"], cut["replica"]): cut["shards"] for cut in cuts}
+    several = len(meshes) > 1
+    complete = len(held) == len(cuts) and sum(replicas.values()) == len(cuts)
+    if not complete or len(set(replicas.values())) > 1 or (several and len(replicas) > len(meshes)):
+        by_mesh: dict[str, list[int]] = {}
+        for rank, cut in enumerate(cuts):
+            by_mesh.setdefault(str(cut["mesh"]), []).append(rank)
+        told = "; ".join(f"on {name_ranks(ranks)} over {mesh}" for mesh, ranks in by_mesh.items())
+        raise ValueError(
+            f"comm has {len(cuts)} ranks, and the parameters are cut {told}; expected the ranks of one mesh, or of "
+            "several meshes of one dimension and equal size, each of which holds a replica: pass the process group of "
+            "these ranks as comm"
+        )
+    rows = [tuple(held[*place, shard] for shard in range(shards)) for place, shards in replicas.items()]
+    return tuple(sorted(rows)), not several
