@@ -16,7 +16,7 @@ OPTIONS = {  # of numbers the default and the greatest value; of words all value
     "topk": "k=32:65536 bucket_size=1024:65536 value_bits=32:32 coding=gaps|fixed",
     "randk": "k=32:65536 bucket_size=1024:65536 value_bits=32:32",
 }
-NO_INNER = SimpleNamespace(unbiased=False, keeps_zero=False, bucket_size=1)
+NO_INNER = SimpleNamespace(spec="", unbiased=False, keeps_zero=False, bucket_size=1)
 
 
 def parsed(spec: str) -> Any:
@@ -59,6 +59,12 @@ def parsed(spec: str) -> Any:
     c.unbiased = name in {"identity", "qsgd", "randk"} or (name == "whole_fields" and c.inner.unbiased)
     keeps_zero = name in {"identity", "cast", "qsgd", "minmax", "topk", "randk"}
     c.keeps_zero = c.inner.keeps_zero or (keeps_zero and (fixed or (name == "topk" and v == 32)))
+    unwritten = {"value_bits=32", "coding=gaps", *["coding=fixed"] * (name == "qsgd")}
+    options = ",".join(
+        option for field in known if (option := f"{field}={getattr(c, field)}") not in unwritten
+    )
+    c.spec = name + f"({c.inner.spec})" * bool(inside) + f":{options}" * bool(options)
+    require(len(c.spec) <= 1000, "the spec string is too long with all its options")
     c.bucket_size = c.inner.bucket_size // c.field * c.field if wraps else getattr(c, "column_size", size)
     return c
 

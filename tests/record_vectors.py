@@ -245,8 +245,9 @@ def refused_specs() -> Iterator[tuple[str, bytes]]:
         b"whole_fields(qsgd:coding=range):field=3", b"whole_fields(topk:value_bits=2):field=3",
         b"whole_fields(qsgd):field=0",
         b"whole_fields(qsgd):field=513", b"whole_fields(identity):field=2", b"whole_fields(qsgd:field=9)",
-        b"whole_fields(qsgd)",
-        long_spec(16).encode(), b"scaled(" * 143, b"scaled(" * 30 + b"qsgd" + b")" * 30,
+        b"whole_fields(qsgd)", b"whole_fields(qsgd:bucket_size=8):field=1", b"whole_fields(whole_fields(qsgd):field=3)",
+        long_spec(16).encode(), long_spec(16).replace(":field=1", "").encode(), b"scaled(" * 143,
+        b"scaled(" * 30 + b"qsgd" + b")" * 30,
     ):  # fmt: skip
         data = bytes(16 if b"randk:value_bits" in text else b"coding" in text and b"topk" not in text)
         yield repr(text[:60].decode(errors="replace")), blob("", 0, data, text=text)

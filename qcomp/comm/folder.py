@@ -24,7 +24,7 @@ import numpy as np
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.patience import patience
-from qcomp.comm.verbs import Pending, Verbs, described
+from qcomp.comm.verbs import Pending, Verbs, described, require_rank_of_its_own
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch, other_owners, told
 from qcomp.core.reporting import name_ranks
@@ -216,6 +216,8 @@ class FolderCommunicator(Verbs):
             raise ValueError(f"rank is {rank!r} and size {size!r}; expected a rank from 0 to size - 1")
         if not job or {*job} & {*"/\\"} or job.startswith("."):
             raise ValueError(f"job is {job!r}; expected a name that a folder can have")
+        if size > 1:
+            require_rank_of_its_own("FolderCommunicator")
         self.rank, self.size = rank, size
         self.host = host_name(socket.gethostname())
         self.timeout, _ = patience(timeout=timeout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qcomp.comm.local import LocalCommunicator
 from qcomp.comm.patience import Patience, inherit, patience
+from qcomp.comm.verbs import require_rank_of_its_own
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import warn_caller
 
@@ -79,6 +80,7 @@ def world(
 def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     environment = os.environ
     if _started_by_torchrun(environment):
+        require_rank_of_its_own("world")
         from qcomp.comm.torch_launch import torch_world  # noqa: PLC0415  (imports torch)
 
         return torch_world(**waits._asdict())
@@ -87,6 +89,7 @@ def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommun
         _warn_if_alone_among_others(environment)
         return LocalCommunicator.alone()
 
+    require_rank_of_its_own("world")
     from qcomp.comm.mpi_library import MPI, require_started  # noqa: PLC0415  (starts MPI)
 
     require_started()

@@ -1,15 +1,17 @@
 """The two verbs of a communicator, over one common exchange."""
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllToAll, Exchange, Owner, as_mismatch
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["Completed", "Pending", "Verbs", "described"]
+__all__ = ["Completed", "Pending", "Verbs", "described", "require_rank_of_its_own"]
 
 
 class Pending(Protocol):
@@ -197,6 +199,21 @@ class Verbs(ABC):
         if os.getpid() != self._process:
             self._refuse("all_gather")
         return self._exchange("all_gather", [send] * self.size, receive)
+
+
+def require_rank_of_its_own(what: str) -> None:
+    """Raise CommunicatorError if a child of multiprocessing imports the script now, since its parent is the rank.
+
+    The children of several ranks would meet each other, and wait or exchange in the place of the ranks.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            raise CommunicatorError(
+                f"{what}: process {os.getpid()} is a child that only imports the script, such as a data loader's "
+                "worker: put what ranks do under if __name__ == '__main__'"
+            )
+        frame = frame.f_back
 
 
 def described(error: BaseException) -> str:

@@ -28,6 +28,8 @@ _HEADER = struct.Struct("<4sBBHQQ")
 """Magic, version, dtype, bytes of the compressor's spec, elements, bytes of data; spec, CRC-32 and data follow."""
 _CHECKSUM = struct.Struct("<I")
 _DTYPES = ("float32", "float64")
+LONGEST_SPEC = 1000
+"""Characters of the longest spec string that is read, since spec strings arrive in files and messages, and nest."""
 
 
 class Field(NamedTuple):
@@ -201,7 +203,17 @@ class Payload:
 
         A header of 24 bytes (magic, version, dtype, lengths), the compressor's spec string, a CRC-32 of
         everything else, and the data.
+
+        Raises
+        ------
+        ValueError
+            If the spec string has more than 1000 characters, since no reader takes it.
         """
+        if len(self.compressor) > LONGEST_SPEC:
+            raise ValueError(
+                f"compressor has a spec string of {len(self.compressor)} characters; at most {LONGEST_SPEC} are read: "
+                "nest fewer compressors"
+            )
         spec = self.compressor.encode()
         data = host_bytes(self.data)
         header = _HEADER.pack(_MAGIC, _VERSION, _DTYPES.index(self.dtype), len(spec), self.size, len(data))
@@ -248,6 +260,10 @@ class Payload:
             expected = made_by.payload_spec(size, _DTYPES[dtype])
         except (ValueError, TypeError) as error:
             raise PayloadError(f"the payload names a compressor that cannot be made: {error}") from error
+        if made_by.for_shape((size,)) != made_by:
+            raise PayloadError(
+                f"the payload names {made_by}, which makes none; expected {made_by.for_shape((size,))}"
+            )
         if not expected.admits(data_length):
             most = "at most " if expected.variable_length else ""
             raise PayloadError(

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.entry_points import offered
-from qcomp.core.payload import make_compressors_with
+from qcomp.core.payload import LONGEST_SPEC, make_compressors_with
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 __all__ = ["compressor", "compressor_names", "register"]
-
-_MAX_SPEC = 1000
-"""Longest accepted spec string, since specs arrive in files and messages, and nest."""
 
 _classes: dict[str, type[Compressor]] = {}
 
@@ -61,7 +58,8 @@ def compressor(spec: str) -> Compressor:
     Raises
     ------
     ValueError
-        If the name or a field is unknown, or a value is not one that the field takes.
+        If the name or a field is unknown, a value is not one that the field takes, or the spec has more than 1000
+        characters, also with all options written out.
 
     Examples
     --------
@@ -70,8 +68,7 @@ def compressor(spec: str) -> Compressor:
     >>> compressor("scaled(qsgd:levels=7)").traits.delta > 0.3
     True
     """
-    if len(spec) > _MAX_SPEC:
-        raise ValueError(f"the compressor spec has {len(spec)} characters; at most {_MAX_SPEC} are read")
+    _require_short(spec, "")
     head, _, rest = spec.partition("(")
     if rest and ":" not in head:
         inner, closing, tail = rest.rpartition(")")
@@ -101,7 +98,17 @@ def compressor(spec: str) -> Compressor:
     required = [f.name for f in fields(cls) if f.default is MISSING and f.name not in arguments]
     if required:
         raise ValueError(f"the compressor spec {spec!r} lacks {', '.join(required)}")
-    return cls(**arguments)
+    made = cls(**arguments)
+    _require_short(made.spec, " with all its options")
+    return made
+
+
+def _require_short(spec: str, how: str) -> None:
+    """Raise ValueError if a spec string is too long to be read."""
+    if len(spec) > LONGEST_SPEC:
+        raise ValueError(
+            f"the compressor spec has {len(spec)} characters{how}; at most {LONGEST_SPEC} are read"
+        )
 
 
 def find_class(name: str) -> type[Compressor]:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from qcomp.comm.base import Communicator
-from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import AllGather, AllToAll, Stages, drive, pipeline
+from qcomp.core.errors import CommunicatorError, MismatchError
+from qcomp.core.mean.stages import AllGather, AllToAll, Owner, Stages, drive, owned, pipeline
 from qcomp.testing.libraries import Namespace, Vector, to_library, to_numpy
 
-__all__ = ["COMMUNICATOR_LAWS", "another_size_closes_it"]
+__all__ = ["COMMUNICATOR_LAWS", "another_size_closes_it", "other_owners_are_a_mismatch"]
 
 _SCALES = (0, 1, 333, 333, 1_250_003)
 """Factors for message sizes: nothing, a few bytes, the same messages again, and 5 MB, which travel in many pieces."""
@@ -211,6 +211,24 @@ def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
     assert len(errors) >= wanted, (
         f"rank {last} sends rank 0 a byte more than announced, twice; rank {comm.rank} gets {len(errors)} errors"
     )
+
+
+def other_owners_are_a_mismatch(comm: Communicator, xp: Namespace) -> None:
+    """Ranks that exchange for one owner get their bytes; if owners differ, all raise MismatchError and name theirs."""
+    if comm.size == 1:
+        return
+    one, other = (Owner(kind, 1, (), 0, "the check") for kind in ("OneOptimizer", "OtherOptimizer"))
+    drive(owned(_sums(comm, xp, 5), one), comm)
+    mine = other if comm.rank == comm.size - 1 else one
+    told = ""
+    try:
+        drive(owned(_sums(comm, xp, 6), mine), comm)
+    except MismatchError as error:
+        told = str(error)
+    assert told, (
+        f"rank {comm.size - 1} exchanges for {other}, the others for {one}, and rank {comm.rank} raises nothing"
+    )
+    assert str(mine) in told, f"the error does not name {mine}: {told}"
 
 
 CommunicatorLaw = Callable[[Communicator, Namespace], None]

@@ -5,7 +5,11 @@ from functools import partial
 import numpy as np
 
 from qcomp.comm.base import Communicator
-from qcomp.testing.communicator_laws import COMMUNICATOR_LAWS, another_size_closes_it
+from qcomp.testing.communicator_laws import (
+    COMMUNICATOR_LAWS,
+    another_size_closes_it,
+    other_owners_are_a_mismatch,
+)
 from qcomp.testing.law_groups import Contract
 from qcomp.testing.libraries import Namespace, library_name
 
@@ -14,7 +18,9 @@ __all__ = ["check_communicator", "communicator_contract"]
 _HAS = ("rank", "size", "host", "bytes_sent", "all_to_all", "all_gather")
 
 
-def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool = False) -> None:
+def check_communicator(
+    comm: Communicator, xp: Namespace = np, *, failures: bool = False, owners: bool = False
+) -> None:
     """Check that a communicator keeps the promises of `qcomp.comm.Communicator`. Collective.
 
     Every message arrives whole and in order, whatever its size and whichever rank runs ahead. Results are arrays of the
@@ -29,6 +35,9 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
         The array library of the buffers.
     failures : bool
         Whether to check, as the last law, that a message of a wrong size is an error. The communicator is then closed.
+    owners : bool
+        Whether to check, as the last law, that all ranks raise `MismatchError` if they exchange for different owners,
+        such as two optimizers. That may close the communicator too, so check either this or ``failures``.
 
     Raises
     ------
@@ -37,6 +46,8 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
         gives up.
     TypeError
         If ``comm`` is not a communicator.
+    ValueError
+        If both ``failures`` and ``owners`` are True.
 
     Examples
     --------
@@ -44,14 +55,21 @@ def check_communicator(comm: Communicator, xp: Namespace = np, *, failures: bool
     >>> qcomp.comm.run_local(3, qcomp.testing.check_communicator)
     [None, None, None]
     """
-    communicator_contract(comm, xp, failures=failures).require()
+    communicator_contract(comm, xp, failures=failures, owners=owners).require()
 
 
-def communicator_contract(comm: Communicator, xp: Namespace = np, *, failures: bool = False) -> Contract:
+def communicator_contract(
+    comm: Communicator, xp: Namespace = np, *, failures: bool = False, owners: bool = False
+) -> Contract:
     """Return the laws about a communicator, each in a group of its own, since a broken law leaves ranks out of step."""
     lacking = [name for name in _HAS if not hasattr(comm, name)]
     if lacking:
         raise TypeError(f"comm is {comm!r}; expected a communicator, but it lacks {', '.join(lacking)}")
-    laws = (*COMMUNICATOR_LAWS, another_size_closes_it) if failures else COMMUNICATOR_LAWS
+    if failures and owners:
+        raise ValueError(
+            "failures and owners are True; expected one of them, since either may close the communicator"
+        )
+    last = [another_size_closes_it] * failures + [other_owners_are_a_mismatch] * owners
+    laws = (*COMMUNICATOR_LAWS, *last)
     groups = [[(law.__name__, partial(law, comm, xp))] for law in laws]
     return Contract(f"rank {comm.rank} of {type(comm).__name__} on {library_name(xp)}", groups)

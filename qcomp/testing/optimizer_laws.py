@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
@@ -47,6 +48,7 @@ __all__ = [
     "saved_after_any_step",
     "shapes_and_dtypes",
     "starts_alike",
+    "weights_scale_gradients",
 ]
 
 _SECONDS = 60.0
@@ -319,6 +321,30 @@ def over_a_communicator(case: OptimizerCase) -> None:
     results = run_local(size, rank_main, timeout=_SECONDS, hosts=["one"] * size)
     found = Ranks(case, [params for params, _ in results], [state for _, state in results])
     require_same(found, expected, "after 4 steps over a communicator")
+
+
+def weights_scale_gradients(case: OptimizerCase) -> None:
+    """With a weight, `step` returns the same as for gradients times N w / (w_1 + ... + w_N)."""
+    factors, size = (1.5, 0.5), 2
+
+    def rank_main(comm: LocalCommunicator, *, weighs: bool) -> tuple[list[Any], OptimizerState]:
+        params = case.arrays([np.ones(shape, np.float32) for shape in SHAPES])
+        state = case.optimizer.init(params, comm, NAMES)
+        factor = np.float32(1 if weighs else factors[comm.rank])
+        weight = 8 * factors[comm.rank] if weighs else None
+        for step in range(4):
+            grads = case.arrays([np.asarray(factor * g) for g in gradients(comm.rank, step)])
+            params, state = case.optimizer.step(params, grads, state, comm, weight=weight)
+        return params, state
+
+    found, expected = (
+        Ranks(case, [params for params, _ in results], [state for _, state in results])
+        for results in (
+            run_local(size, partial(rank_main, weighs=weighs), timeout=_SECONDS, hosts=["one"] * size)
+            for weighs in (True, False)
+        )
+    )
+    require_same(found, expected, "after 4 steps with weights of 12 and 4")
 
 
 def another_world_goes_on(case: OptimizerCase) -> None:

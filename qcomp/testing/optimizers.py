@@ -31,6 +31,7 @@ _LAWS: tuple[tuple[_Law, ...], ...] = (
         optimizer_laws.refusals_are_shared,
         optimizer_laws.starts_alike,
         optimizer_laws.over_a_communicator,
+        optimizer_laws.weights_scale_gradients,
         setting_laws.rates_scale_the_step,
         setting_laws.schedules_count_completed_steps,
         setting_laws.groups_select_by_name,

@@ -352,7 +352,7 @@ class GatheredWeights(_Sharded):
         self._last = None
 
 
-class ReplicatedGradients:
+class ReplicatedGradients(BeforeSteps):
     """The compressed mean over replicas of the gradients of one unit, which FSDP2 has reduced inside a shard group.
 
     Parameters
@@ -366,6 +366,7 @@ class ReplicatedGradients:
     def __init__(
         self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules, topology: str
     ) -> None:
+        super().__init__(unit.params)
         self._unit = unit
         self._compressor = compressor
         self._comm = comm
@@ -375,6 +376,19 @@ class ReplicatedGradients:
         self._kept: torch.Tensor | None = None
         self._mean = self._mean_of(self._trained)
         self._state = self._begin(self._mean, self._trained)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for the replicas."""
+        return self._kept is not None
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer would use the zeros in the place of gradients that wait for the replicas."""
+        if any(p.grad is not None for p in self.of(optimizer)):
+            raise RuntimeError(
+                f"the replicas have not averaged the gradients of {self._unit.label}, whose backward passes all came "
+                "after set_requires_all_reduce(False): call set_requires_all_reduce(True) before the last one of a step"
+            )
 
     def _mean_of(self, unit: Unit) -> GradientMean:
         """Return the mean of the gradients of these parameters."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,12 +176,18 @@ class TestRegister:
 
     def test_deep_nesting_works_up_to_the_maximal_length(self):
         qcomp.register(Wrapper)
-        spec = "wrapper(" * 100 + "qsgd" + ")" * 100
-        c = qcomp.compressor(spec)
-        depth = 0
-        while isinstance(c, Wrapper):
-            c, depth = c.compressor, depth + 1
-        assert (depth, c) == (100, qcomp.QSGD())
+        c, depth = Wrapper(qcomp.QSGD()), 1
+        while len(Wrapper(c).spec) <= 1000:
+            c, depth = Wrapper(c), depth + 1
+        spec = "wrapper(" * depth + "qsgd" + ")" * depth
+        assert qcomp.compressor(spec) == qcomp.compressor(c.spec) == c
+        longer = Wrapper(c)
+        with pytest.raises(ValueError, match=r"characters with all its options; at most 1000 are read"):
+            qcomp.compressor(f"wrapper({spec})")
+        with pytest.raises(
+            ValueError, match=r"^compressor has a spec string of 10\d\d characters; at most 1000 are"
+        ):
+            qcomp.Payload(longer.spec, 0, "float32", np.zeros(0, np.uint8)).to_bytes()
 
     def test_registering_twice_is_fine_and_a_clash_is_an_error(self):
         qcomp.register(Wrapper)

@@ -56,11 +56,11 @@ def say(*words):
 def said(torch_ranks):
     """Run a script on ranks with a process group; return the lines of each.
 
-    ``said(n, script, check=True, device="cpu", backend="gloo")``
+    ``said(n, script, check=True, device="cpu", backend="gloo", timeout=60.0)``
     """
 
-    def run(n, body, *, check=True, device="cpu", backend="gloo"):
+    def run(n, body, *, check=True, device="cpu", backend="gloo", timeout=60.0):
         script = f"device, backend = {device!r}, {backend!r}\n{HEAD}{body}"
-        return [rank.out.splitlines() for rank in torch_ranks(n, script, check=check)]
+        return [rank.out.splitlines() for rank in torch_ranks(n, script, check=check, timeout=timeout)]
 
     return run

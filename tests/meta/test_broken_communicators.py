@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qcomp.comm.local import LocalCommunicator, run_local
-from qcomp.extend import AllGather, CommunicatorError, Completed
+from qcomp.extend import AllGather, CommunicatorError, Completed, Verbs
 from qcomp.testing import ContractError, check_communicator
 
 LONG = 30.0
@@ -231,6 +231,29 @@ class FillsPieces(Wrapped):
         return super().start(request)
 
 
+class ClaimsToCompareOwners(Verbs):
+    """Says that it compares owners, and exchanges for different ones."""
+
+    compares_owners = True
+
+    def __init__(self, comm):
+        self._comm = comm
+        self.rank, self.size, self.host = comm.rank, comm.size, comm.host
+
+    @property
+    def bytes_sent(self):
+        return self._comm.bytes_sent
+
+    def _exchange(self, verb, send, receive, owner=None):
+        return self._comm.all_to_all(send, receive)
+
+
+class LeavesOwnersToQcomp(ClaimsToCompareOwners):
+    """Correct: a frame around each message has the owner."""
+
+    compares_owners = False
+
+
 class ReturnsReadOnly(Wrapped):
     """Correct: what arrives need not be writable."""
 
@@ -282,8 +305,25 @@ def test_a_correct_communicator_passes(correct):
     run_local(3, lambda comm: check_communicator(correct(comm), failures=True), timeout=LONG)
 
 
+@pytest.mark.parametrize("correct", [Wrapped, LeavesOwnersToQcomp, lambda comm: comm])
+def test_a_communicator_that_compares_owners_passes(correct):
+    run_local(3, lambda comm: check_communicator(correct(comm), owners=True), timeout=LONG)
+
+
+def test_a_communicator_that_only_claims_to_compare_owners_is_caught_on_all_ranks():
+    def rank_main(comm):
+        with pytest.raises(
+            ContractError, match=f"other_owners_are_a_mismatch: .* rank {comm.rank} raises nothing"
+        ):
+            check_communicator(ClaimsToCompareOwners(comm), owners=True)
+
+    run_local(3, rank_main, timeout=LONG)
+
+
 def test_an_object_that_is_not_a_communicator_is_refused():
     with pytest.raises(TypeError, match="comm is 3; expected a communicator, but it lacks rank, size"):
         check_communicator(3)
     alone = LocalCommunicator.alone()
     check_communicator(alone)
+    with pytest.raises(ValueError, match="failures and owners are True; expected one of them"):
+        check_communicator(alone, failures=True, owners=True)

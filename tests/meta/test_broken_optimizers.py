@@ -28,6 +28,11 @@ class RanksDrift(Whole):
         return [p + p.dtype.type(state.rank) for p in new], after
 
 
+class IgnoresWeights(Whole):
+    def step(self, params, grads, state, comm, *, donate=False, weight=None):
+        return super().step(params, grads, state, comm, donate=donate)
+
+
 class GoesUp(Whole):
     def apply(self, params, means, state):
         new, after = super().apply(params, means, state)
@@ -391,6 +396,7 @@ BROKEN = {
     FollowsRankZero: "gradients_are_averaged",
     AddsUpRanks: "equal_ranks_move_as_one",
     DecaysByRanks: "equal_ranks_move_as_one",
+    IgnoresWeights: "weights_scale_gradients",
     SameDrawsInEveryStep: "draws_have_keys_of_their_own",
     IgnoresTheSeed: "draws_have_keys_of_their_own",
 }

@@ -529,6 +529,8 @@ def keep():
     kept.set_requires_all_reduce(False)
     backward(kept, 0)
 keep()
+text = refusal(torch.optim.SGD(kept.parameters(), lr=1.0).step)  # it would move with zeros
+assert text.startswith("RuntimeError: the replicas have not averaged the gradients of "), text
 compression.load_state_dict(compression.state_dict())  # a state has no gradients
 kept.set_requires_all_reduce(True)
 for model in (fresh, kept):

@@ -124,7 +124,9 @@ def test_what_must_be_refused_is_refused_by_qcomp_and_the_reader(file, reader):
     for found in refused:
         data = bytes.fromhex(found["file"])
         with pytest.raises(qcomp.PayloadError):
-            values_of(data)
+            qcomp.Payload.from_bytes(data, like=np.zeros(0)) if file in {"files", "specs"} else values_of(
+                data
+            )
         with pytest.raises(reader.RefusedError):
             pytest.fail(f"{found['case']}: {reader.read(data)}")
 
@@ -132,7 +134,11 @@ def test_what_must_be_refused_is_refused_by_qcomp_and_the_reader(file, reader):
 def test_other_spec_strings_are_read(reader):
     for found in content("specs")["accepted"]:
         payload = qcomp.Payload.from_bytes(bytes.fromhex(found["file"]), like=np.zeros(0))
-        assert payload.compressor == found["written by qcomp"]
+        assert (
+            payload.compressor
+            == found["written by qcomp"]
+            == reader.parsed(reader.read(bytes.fromhex(found["file"]))[0]).spec
+        )
         require_decoded(found)
         require_read(reader, found)
 

@@ -112,8 +112,8 @@ def _longest_elements(n: int, c: int, bits: int) -> int:
 
 
 def divisor(n: int, c: int) -> int:
-    """Return Golomb's m for c kept elements of n."""
-    return max(1, (11 * n + 8 * c) // (16 * c))
+    """Return Golomb's m for c kept elements of n, at least 1 since c is at most n."""
+    return (11 * n + 8 * c) // (16 * c)
 
 
 def encode(plain: memoryview, size: int, k: int, bucket_size: int, bits: int) -> bytes:
