@@ -63,7 +63,7 @@ test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device; they are skipp
 	$(BIN)/python -m pytest -m "gpu or nvrtc" tests
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m "$(HERE)" -k jax $(IN_JAX)
 
-test-peers:  ## Compare the compatibility mode with DeepSpeed itself, in a separate environment.
+test-peers:  ## Compare tests/peers/deepspeed_steps.py with DeepSpeed itself, in a separate environment.
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python $(PIP) setuptools wheel --editable '.[torch,testing]' pytest-timeout
 	DS_BUILD_OPS=0 $(PEERS)/bin/python $(PIP) --no-build-isolation deepspeed==0.19.6

@@ -61,7 +61,7 @@ from qcomp.core.traits import Traits
 from qcomp.version import __version__
 
 if TYPE_CHECKING:
-    from qcomp import comm, compat, elastic, extend, integrations, jax, outer, planning, testing, torch
+    from qcomp import comm, elastic, extend, integrations, jax, outer, planning, testing, torch
     from qcomp.core.mean.weights import weighted
 
 __all__ = [
@@ -120,7 +120,6 @@ __all__ = [
     "backends",
     "checkpoint",
     "comm",
-    "compat",
     "compressor",
     "compressor_names",
     "elastic",
@@ -139,7 +138,6 @@ __all__ = [
 
 _SUBPACKAGES = (
     "comm",
-    "compat",
     "elastic",
     "extend",
     "integrations",

@@ -11,8 +11,6 @@ from qcomp.backends.registry import BUILT_IN, UnavailableError, load, load_coder
 from qcomp.core.kernels import Coders, KernelSet, chosen, use_chooser, use_kernels
 from qcomp.core.numeric.arrays import Array, dtype_name, is_traced
 
-__all__ = ["Choice", "automatic", "choose", "choose_coders", "explain", "set_default", "use"]
-
 
 class Choice(NamedTuple):
     """The kernel set that is used for an array, and the reason."""

@@ -4,22 +4,14 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["made_private", "private_folder"]
-
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_folder(name: str) -> Path:
-    """Return a folder for compiled code in the user's cache directory that only this user can read or write.
+    """Return the folder ``qcomp/NAME`` for compiled code in ``XDG_CACHE_HOME``, by default ``~/.cache``.
 
-    It is ``qcomp/NAME`` in ``XDG_CACHE_HOME``, by default ``~/.cache``, and is made if it does not exist.
-
-    Raises
-    ------
-    PermissionError
-        If others can write to the folder, everybody can replace it, it belongs to somebody else, or it is a link.
-    OSError
-        If the folder cannot be made or written to.
+    It is made if it does not exist. Raises PermissionError unless only this user can read or write it, and OSError if
+    it cannot be made or written to.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = given if given.is_absolute() else Path.home() / ".cache"
@@ -30,15 +22,7 @@ def private_folder(name: str) -> Path:
 
 
 def made_private(*folders: Path) -> None:
-    """Make folders, each inside the one before, that only this user can read or write.
-
-    Raises
-    ------
-    PermissionError
-        If others can write to one, everybody can replace it, it belongs to somebody else, or it is a link.
-    OSError
-        If one cannot be made, or the last cannot be written to.
-    """
+    """Make folders, each inside the one before, that only this user can read or write; raises like `private_folder`."""
     for each in folders[0].parents:
         mode = each.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

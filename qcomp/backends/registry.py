@@ -15,8 +15,6 @@ from qcomp.core.kernels import Coders, KernelSet
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BUILT_IN", "BuiltIn", "UnavailableError", "load", "load_coders", "names"]
-
 
 class BuiltIn(NamedTuple):
     """A kernel set of this package."""
@@ -57,13 +55,7 @@ def names() -> list[str]:
 
 @functools.cache
 def load(name: str) -> KernelSet:
-    """Return the kernel set with a name.
-
-    Raises
-    ------
-    UnavailableError
-        If its dependencies are not installed; the message says how to install them.
-    """
+    """Return the kernel set with a name; raises UnavailableError, which says how to install what is missing."""
     if name in BUILT_IN:
         kernels: KernelSet = _imported(name, BUILT_IN[name].module).KERNELS
         return kernels
@@ -72,13 +64,7 @@ def load(name: str) -> KernelSet:
 
 
 def load_coders() -> Coders:
-    """Return the compiled coders.
-
-    Raises
-    ------
-    UnavailableError
-        If numba is not installed.
-    """
+    """Return the compiled coders; raises UnavailableError if numba is not installed."""
     coders: Coders = _imported("numba", CODERS).CODERS
     return coders
 

@@ -32,8 +32,6 @@ from qcomp.core.errors import MismatchError
 from qcomp.core.handshake import gather_texts, handshake
 from qcomp.core.mean.stages import Transport, drive
 
-__all__ = ["Copies", "Kept"]
-
 _END_SECONDS = 5.0
 """Time for the processes of a job that was killed to end, before it is started again."""
 _PAUSE_SECONDS = 0.05

@@ -11,8 +11,6 @@ from typing import IO, Any
 
 from qcomp.checkpoint.locks import create_locked, removed_if_left
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file so that readers find either the old content or the new one, whenever this process dies.

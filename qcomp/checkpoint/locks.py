@@ -14,8 +14,6 @@ from typing import IO
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["PRESENT", "Presence", "create_locked", "removed_if_left"]
-
 PRESENT = ".present"
 """The ending of the names of files that show who works in a folder."""
 
@@ -35,10 +33,7 @@ def create_locked(path: str | os.PathLike[str]) -> IO[bytes]:
 def removed_if_left(path: str | os.PathLike[str]) -> bool | None:
     """Remove a file of `create_locked` if its process has died; return whether it has, None if the disk cannot tell.
 
-    Raises
-    ------
-    FileNotFoundError
-        If the file is gone.
+    Raises FileNotFoundError if the file is gone.
     """
     with open(path, "rb") as file:
         if sys.platform == "win32":
@@ -56,14 +51,7 @@ def removed_if_left(path: str | os.PathLike[str]) -> bool | None:
 class Presence:
     """A locked file that shows others that this process works in a folder, until it ends or nothing refers to this.
 
-    Parameters
-    ----------
-    folder : path
-
-    Attributes
-    ----------
-    token : str
-        The name of the file, without its ending.
+    ``token`` is the name of the file, without its ending.
     """
 
     def __init__(self, folder: Path) -> None:

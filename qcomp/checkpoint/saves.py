@@ -15,18 +15,12 @@ from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.private_names.frameworks import saves_one_rank
 
-__all__ = ["Saves"]
-
 
 class Saves:
     """The saves of one optimizer, hook or outer loop.
 
     Gathers the states of all ranks on one, and warns once if only some ranks save arrays that each has for itself.
-
-    Attributes
-    ----------
-    gathered : dict of str to dict
-        On the rank that has gathered: the states of all ranks, by `of_rank`, until `forget`.
+    ``gathered`` has the states of all ranks, by `of_rank`, until `forget`.
     """
 
     def __init__(self) -> None:
@@ -46,22 +40,9 @@ class Saves:
         like: Any,
         root: int,
     ) -> None:
-        """Send the state of each rank to one rank; collective.
+        """Send what each rank saves of a replica, in a state, to the rank ``root``, in host memory; collective.
 
-        Parameters
-        ----------
-        own : mapping of str to tensor or scalar
-            What this rank saves.
-        replica : Replica
-            What the state belongs to.
-        state : OptimizerState
-            The state.
-        comm : Communicator
-            The ranks.
-        like : tensor
-            Gives the device of the buffers.
-        root : int
-            The rank that gets all, in host memory.
+        ``like`` gives the device of the buffers.
         """
         owner = owner_of(replica, state)._replace(doing=f"gather_states() after step {state.step}")
         stages = gather_dicts(own, rank=state.rank, size=state.size, like=like, root=root)
@@ -96,16 +77,8 @@ class Saves:
 
         A rank cannot ask the others, since it may be the only one that saves. So it counts its saves where all ranks
         count theirs, if its communicator has ``count``. When it saves again after a later exchange of all ranks, the
-        count of the earlier save is complete. A framework that writes the state of one rank alone is known at once.
-
-        Parameters
-        ----------
-        replica, state, comm
-            As for `gather`.
-        saved : mapping
-            What this rank saves.
-        within : int
-            The steps in which an exchange begins and ends, if it goes on during steps.
+        count of the earlier save is complete. A framework that writes the state of one rank alone is known at once. An
+        exchange that goes on during steps begins and ends ``within`` so many.
         """
         if state.size == 1 or self._is_gathered or self._has_warned:
             return

@@ -11,8 +11,6 @@ from qcomp.core.handshake import handshake
 from qcomp.core.mean.stages import AllGather, Owner, Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 
-__all__ = ["on_signal"]
-
 _LIKE = np.empty(0, dtype=np.uint8)
 _ADVICE = "call it on all ranks after the same steps"
 

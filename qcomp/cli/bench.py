@@ -15,8 +15,6 @@ from qcomp.planning import measure
 from qcomp.planning.numbers_with_units import count
 from qcomp.version import __version__
 
-__all__ = ["EPILOG", "add_arguments", "run"]
-
 EPILOG = """
 Times are medians in nanoseconds per float32 element: to compress with error feedback, to decompress, and to decompress
 and add to a sum. The column after each time gives it as a multiple of the time to copy the vector.

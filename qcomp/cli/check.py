@@ -15,8 +15,6 @@ from qcomp.core.registry import compressor, compressor_names
 if TYPE_CHECKING:
     from qcomp.testing import Contract
 
-__all__ = ["EPILOG", "add_arguments", "run"]
-
 EPILOG = """
 TARGET is module:name, which names an instance, a class without required arguments, or a function that returns an
 instance. Or it is the spec of a compressor, or the name of a topology or kernel set, also from an installed package.

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Corpus", "training_batch", "validation_windows"]
-
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders that are not part of the library proper, or are missing in some installations."""
 _VALIDATION_SHARE = 16
@@ -30,12 +28,7 @@ class Corpus:
         """Read the library's ``*.py`` files in the order of their relative paths.
 
         Only a hash of a file's relative path decides to which part the file belongs, so every rank (and every machine
-        with the same Python) makes the same split.
-
-        Raises
-        ------
-        RuntimeError
-            If there are too few sources.
+        with the same Python) makes the same split. Raises RuntimeError if there are too few sources.
         """
         root = Path(sysconfig.get_path("stdlib"))
         parts: dict[bool, list[bytes]] = {False: [], True: []}

@@ -1,7 +1,6 @@
 """``qcomp demo``: train a small model with four optimizers, two ranks as threads; NumPy suffices."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qcomp.cli.corpus import Corpus, training_batch, validation_windows
-from qcomp.cli.output import UsageError, print_json, say, style_for, table
-from qcomp.cli.runs import Run
-from qcomp.cli.show import text_picture
+from qcomp.cli.output import UsageError, print_json, say, table
 from qcomp.comm.base import Communicator
 from qcomp.comm.local import run_local
 from qcomp.core.compressors.qsgd import QSGD
@@ -23,8 +20,6 @@ from qcomp.core.optimizers.onebit_adam import OneBitAdam
 from qcomp.core.optimizers.qadam import QAdam
 from qcomp.core.optimizers.sgd import CompressedSGD
 
-__all__ = ["EPILOG", "add_arguments", "run"]
-
 EPILOG = """
 A small network learns to predict the next byte of Python's standard library. Each optimizer starts from the same
 parameters and sees the same data. The ranks are threads of this process, so the demo compares losses and bytes, not
@@ -33,7 +28,7 @@ times. It takes about a minute.
 examples:
   qcomp demo
   qcomp demo --ranks 4 --steps 100
-  qcomp demo --json > demo.json && qcomp show demo.json
+  qcomp demo --json
 """
 
 _CONTEXT, _FEATURES, _HIDDEN, _BYTES = 8, 16, 256, 256
@@ -67,10 +62,9 @@ def run(options: argparse.Namespace) -> int:
             say(f"training with {name} ...")
         runs.append(_train(name, optimizer, corpus, options))
     if options.json:
-        print_json([_document(each) for each in runs])
+        print_json(runs)
         return 0
     say("\n" + "\n".join(table(_rows(runs), right=True)))
-    say("\n" + "\n".join(text_picture(runs, "validation_loss", style_for(sys.stdout))))
     return 0
 
 
@@ -92,19 +86,20 @@ def _optimizers(steps: int) -> dict[str, Optimizer]:
     }
 
 
-def _train(name: str, optimizer: Optimizer, corpus: Corpus, options: argparse.Namespace) -> Run:
-    """Return what a training measured, which is the same on all ranks."""
+def _train(name: str, optimizer: Optimizer, corpus: Corpus, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a training measured."""
     judged = {round(options.steps * part / _VALIDATIONS) for part in range(1, _VALIDATIONS + 1)}
     held_out = validation_windows(corpus.validation, _VALIDATION_WINDOWS, _CONTEXT)
 
-    def rank_main(comm: Communicator) -> Run:
+    def rank_main(comm: Communicator) -> tuple[list[dict[str, float]], float]:
         params: Any = _initial(options.seed)
         diagnostics = Diagnostics(optimizer, sample=1024)
         state = optimizer.init(params, comm)
-        measured, sent = Run(name), 0.0
+        losses: list[dict[str, float]] = []
+        sent = 0.0
         for step in range(options.steps + 1):
             if step in judged and comm.rank == 0:
-                measured.add("validation_loss", step, _loss_and_gradients(params, held_out)[0])
+                losses.append({"step": step, "loss": _loss_and_gradients(params, held_out)[0]})
             if step == options.steps:
                 break
             key = (options.seed, comm.rank, step)
@@ -112,48 +107,38 @@ def _train(name: str, optimizer: Optimizer, corpus: Corpus, options: argparse.Na
             _, grads = _loss_and_gradients(params, windows)
             params, state, report = diagnostics.step(params, grads, state, comm)
             sent += report["bytes_sent"]
-        measured.figures = {"steps": options.steps, "bytes_sent_per_rank": sent}
-        return measured
+        return losses, sent
 
     start = time.perf_counter()
-    measured: Run = run_local(options.ranks, rank_main)[0]
+    losses, sent = run_local(options.ranks, rank_main)[0]
     size = sum(p.size for p in _initial(options.seed))
     ring = 2 * (options.ranks - 1) / options.ranks * 4 * size * options.steps
-    sent = measured.figures["bytes_sent_per_rank"]
-    return Run(
-        name,
-        measured.figures
-        | {
-            "ranks": options.ranks,
-            "parameters": size,
-            "validation_loss": measured.series["validation_loss"][-1][1],
-            "compression_ratio": ring / sent if sent else None,
-            "seconds": round(time.perf_counter() - start, 1),
-        },
-        measured.series,
-    )
+    return {
+        "optimizer": name,
+        "steps": options.steps,
+        "bytes_sent_per_rank": sent,
+        "ranks": options.ranks,
+        "parameters": size,
+        "validation_loss": losses[-1]["loss"],
+        "compression_ratio": ring / sent if sent else None,
+        "seconds": round(time.perf_counter() - start, 1),
+        "validation": losses,
+    }
 
 
-def _document(each: Run) -> dict[str, Any]:
-    """Return a run in the form that ``qcomp show`` reads."""
-    validation = [{"step": step, "loss": loss} for step, loss in each.series["validation_loss"]]
-    return {"optimizer": each.name, **each.figures, "validation": validation}
-
-
-def _rows(runs: Sequence[Run]) -> list[list[str]]:
-    first = runs[0].figures["validation_loss"]
+def _rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    first = runs[0]["validation_loss"]
     rows = [["optimizer", "validation loss", "against Adam", "MB sent by each rank", "reduction", "seconds"]]
     for each in runs:
-        figures = each.figures
-        loss, ratio = figures["validation_loss"], figures["compression_ratio"]
+        loss, ratio = each["validation_loss"], each["compression_ratio"]
         rows.append(
             [
-                each.name,
+                each["optimizer"],
                 f"{loss:.3f}",
                 f"{loss / first - 1:+.1%}",
-                f"{figures['bytes_sent_per_rank'] / 1e6:.1f}",
+                f"{each['bytes_sent_per_rank'] / 1e6:.1f}",
                 "-" if ratio is None else f"{ratio:.1f}x",
-                f"{figures['seconds']:.0f}",
+                f"{each['seconds']:.0f}",
             ]
         )
     return rows

@@ -17,8 +17,6 @@ from qcomp.core.numeric.arrays import Array
 from qcomp.core.registry import find_class
 from qcomp.version import __version__
 
-__all__ = ["EPILOG", "add_arguments", "gather", "info", "run"]
-
 EPILOG = """
 examples:
   qcomp info
@@ -42,17 +40,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         say(_text(facts))
     return int(any(plugin["problem"] for plugin in facts["plugins"]))
-
-
-def info() -> str:
-    """Return the output of ``qcomp info``.
-
-    Examples
-    --------
-    >>> print(info())  # doctest: +ELLIPSIS
-    qcomp ...
-    """
-    return _text(gather())
 
 
 def _text(facts: Mapping[str, Any]) -> str:

@@ -6,11 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qcomp.cli import bench, check, demo, info, plan, show, warmup
+from qcomp.cli import bench, check, demo, info, plan, warmup
 from qcomp.cli.output import UsageError, write_no_more
 from qcomp.version import __version__
-
-__all__ = ["main", "make_parser"]
 
 _COMMANDS = {
     "demo": (demo, "train a small model with four optimizers on this machine, and compare them"),
@@ -18,7 +16,6 @@ _COMMANDS = {
     "check": (check, "check the promises of a compressor, topology, optimizer, kernel set or communicator"),
     "bench": (bench, "time compressors on this machine against a copy"),
     "plan": (plan, "predict or measure whether compression pays off"),
-    "show": (show, "draw training runs from their logs"),
     "warmup": (warmup, "compile kernels ahead of time"),
 }
 
@@ -61,18 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status.
+    """Run a subcommand with arguments, by default the process's, and return its exit status.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The arguments; by default the process's.
-
-    Returns
-    -------
-    int
-        0 if all is well, 1 if a problem was found, 130 if interrupted, 141 if the reader of the output has left. Wrong
-        usage raises SystemExit with status 2, as argparse does.
+    It is 0 if all is well, 1 if a problem was found, 130 if interrupted, 141 if the reader of the output has left.
+    Wrong usage raises SystemExit with status 2, as argparse does.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it

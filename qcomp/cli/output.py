@@ -11,21 +11,6 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TextIO
 
-__all__ = [
-    "Style",
-    "UsageError",
-    "explained",
-    "guess",
-    "import_named",
-    "print_json",
-    "say",
-    "set_aside",
-    "style_for",
-    "table",
-    "vector",
-    "write_no_more",
-]
-
 
 class UsageError(ValueError):
     """The user asked for something impossible; the command ends with status 2."""
@@ -61,13 +46,7 @@ def style_for(stream: TextIO) -> Style:
 
 
 def say(text: str) -> None:
-    """Print a line without buffering.
-
-    Raises
-    ------
-    UsageError
-        If it cannot be written, as on a full disk.
-    """
+    """Print a line without buffering; raises UsageError if it cannot be written, as on a full disk."""
     try:
         print(text, flush=True)  # noqa: T201
     except BrokenPipeError:
@@ -131,10 +110,7 @@ def explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def import_named(name: str, option: str, *, what: str = "function") -> Any:
     """Return the object that ``module:name`` names; as with ``python -m``, it finds modules in the working directory.
 
-    Raises
-    ------
-    UsageError
-        If the text has another form, or there is no such module or name.
+    Raises UsageError if the text has another form, or there is no such module or name.
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -159,19 +135,9 @@ def import_named(name: str, option: str, *, what: str = "function") -> Any:
 
 
 def vector(arrays: str, size: int) -> Any:
-    """Return gradient-like float32 values: normally distributed, and the same in every call.
+    """Return gradient-like float32 values of a library and device: normally distributed, and the same in every call.
 
-    Parameters
-    ----------
-    arrays : {"numpy", "torch", "torch-cuda", "cupy", "jax"}
-        The library, and the device if the library has several.
-    size : int
-        Number of elements.
-
-    Raises
-    ------
-    UsageError
-        If the library is not installed, or has no such device.
+    Raises UsageError if the library is not installed, or has no such device.
     """
     try:
         numpy = import_module("numpy")

@@ -26,8 +26,6 @@ from qcomp.planning.picture import draw
 if TYPE_CHECKING:
     from qcomp.comm import Communicator
 
-__all__ = ["EPILOG", "add_arguments", "plan", "run"]
-
 EPILOG = """
 examples:
   qcomp plan --params 350M --compute-ms 200 --ranks 16 --link 10gbit --machine gpu --warmup 0.15
@@ -164,12 +162,8 @@ def run(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> str:
     """Return the output of ``qcomp plan`` on this rank.
 
-    Raises
-    ------
-    ValueError
-        If options are missing or incompatible.
-    ImportError
-        If a picture is requested without matplotlib, or a step or a library cannot be imported.
+    Raises ValueError if options are missing or incompatible, and ImportError if matplotlib, the step or a library is
+    missing.
     """
     if not options.measure:
         for name in ("step", "out"):

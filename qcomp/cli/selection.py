@@ -6,8 +6,6 @@ from qcomp.cli.output import explained
 from qcomp.core.compressor import Compressor
 from qcomp.core.registry import compressor
 
-__all__ = ["ARRAYS", "add_arguments", "compressors_of"]
-
 ARRAYS = ("numpy", "torch", "torch-cuda", "cupy", "jax")
 
 _USUAL = (

@@ -12,8 +12,6 @@ from qcomp.core.kernels import chosen
 from qcomp.core.numeric.arrays import array_namespace
 from qcomp.core.rehearsal import rehearse
 
-__all__ = ["EPILOG", "add_arguments", "run"]
-
 EPILOG = """
 Kernels are compiled when they are first needed, which takes seconds to a minute. They are kept in a cache on disk;
 numba's is in ~/.cache/qcomp. To compile once for all users of a container image or a shared disk, set NUMBA_CACHE_DIR

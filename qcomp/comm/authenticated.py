@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from qcomp.comm.base import Communicator
     from qcomp.comm.buffers import HostBuffer
 
-__all__ = ["AuthenticatedCommunicator"]
-
 
 _TAG_BYTES = 16
 _NONCE_BYTES = 16

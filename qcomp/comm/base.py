@@ -5,8 +5,6 @@ from typing import Protocol, runtime_checkable
 
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["Communicator"]
-
 
 @runtime_checkable
 class Communicator(Protocol):

@@ -8,8 +8,6 @@ from qcomp.core.handshake import handshake
 from qcomp.core.mean.stages import Transport, drive, require_communicator
 from qcomp.core.numeric.arrays import Array, array_namespace, as_list, detached, dtype_name, itemsize
 
-__all__ = ["broadcast"]
-
 
 def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> Any:
     """Return copies of one rank's arrays on all ranks, bit for bit.

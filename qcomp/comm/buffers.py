@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     HostBuffer = npt.NDArray[np.uint8]
 
-__all__ = ["check_buffer", "from_host", "to_host"]
-
 
 def check_buffer(x: Any, *, name: str = "x") -> None:
     """Raise unless `x` is a one-dimensional uint8 array of any Array API library.

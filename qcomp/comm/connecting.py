@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from qcomp.core.errors import CommunicatorError
 
-__all__ = ["Connected", "Share", "connect"]
-
 Share = Callable[[str, Callable[[], None]], Iterable[tuple[int, str]]]
 """Gives a text to all ranks, and yields every rank with its text, as soon as that is there; the call is collective.
 
@@ -45,18 +43,8 @@ class Connected(NamedTuple):
 def connect(rank: int, size: int, share: Share, *, note: str) -> Connected:
     """Connect this rank with all others; each side proves that it knows a token that only ranks know.
 
-    Parameters
-    ----------
-    rank, size : int
-    share : callable
-        It is called twice.
-    note : str
-        A word for the other ranks.
-
-    Raises
-    ------
-    CommunicatorError
-        If a rank ends meanwhile.
+    ``share`` is called twice, and ``note`` is a word for the other ranks. Raises CommunicatorError if a rank ends
+    meanwhile.
     """
     door = _Door(rank, size)
     try:

@@ -15,20 +15,11 @@ from qcomp.comm.buffers import check_buffer, from_host, to_host
 from qcomp.comm.mpi_library import MPI
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["copy_of", "empty", "finish_queued", "is_on_device", "reads_devices", "stage", "to_library"]
-
-
 _VARIABLE = "QCOMP_CUDA_AWARE_MPI"
 
 
 def reads_devices(comm: MPI.Intracomm) -> bool:
-    """Return whether MPI accesses the memory of CUDA devices: QCOMP_CUDA_AWARE_MPI if set, else what MPI reports.
-
-    Raises
-    ------
-    ValueError
-        If QCOMP_CUDA_AWARE_MPI is neither 0 nor 1.
-    """
+    """Return whether MPI accesses the memory of CUDA devices: QCOMP_CUDA_AWARE_MPI if set, else what MPI reports."""
     chosen = os.environ.get(_VARIABLE, "")
     if chosen:
         if chosen not in ("0", "1"):

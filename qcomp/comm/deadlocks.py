@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from qcomp.core.mean.stages import Owner, other_owners, told
 
-__all__ = ["Station"]
-
 _TELL_SECONDS = 1.0
 _LONGEST_OWNER = 300
 """Of a message of at most a thousand bytes."""
@@ -50,14 +48,8 @@ class _Heard(NamedTuple):
 class Station:
     """One communicator of a rank: how many exchanges it has begun, which threads began them, and which wait.
 
-    Parameters
-    ----------
-    name : str
-        The communicator's name, the same on all ranks; empty if it has none, then nothing is found.
-    rank : int
-        This rank.
-    refuse : callable
-        Called with an exchange and a text if the exchange cannot be completed.
+    The communicator's name is the same on all ranks; without one nothing is found. ``refuse`` is called with an
+    exchange and a text if the exchange cannot be completed.
     """
 
     def __init__(self, name: str, rank: int, refuse: Callable[[int, str], None]) -> None:

@@ -29,8 +29,6 @@ from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch, other_owners, told
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["FolderCommunicator"]
-
 Array = Any
 
 _HERE, _GO, _END = "here", "go", "end"

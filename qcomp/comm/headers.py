@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     HostBuffer = npt.NDArray[np.uint8]
 
-__all__ = ["disagreement", "have_different_owners", "header", "header_size"]
-
 _NUMBERS = {"all_to_all": 1, "all_gather": 2}
 _VERBS = {number: verb for verb, number in _NUMBERS.items()}
 

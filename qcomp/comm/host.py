@@ -2,17 +2,10 @@
 
 import os
 
-__all__ = ["host_name"]
-
 
 def host_name(found: str) -> str:
     """Return the environment variable QCOMP_HOST if set, else the detected name.
 
     Set it for containers on one machine with different names, or on different machines with equal names.
-
-    Examples
-    --------
-    >>> host_name("node17")
-    'node17'
     """
     return os.environ.get("QCOMP_HOST") or found

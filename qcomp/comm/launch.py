@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator
     from qcomp.comm.torch_dist import TorchCommunicator
 
-__all__ = ["world"]
-
 # Variables in which launchers store the number of processes. srun comes last: it may have started the others.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # Variables that announce a number of processes without starting them.

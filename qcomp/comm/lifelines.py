@@ -29,8 +29,6 @@ from qcomp.comm.patience import SILENCE
 from qcomp.core.mean.stages import Owner
 from qcomp.core.reporting import name_ranks, warn_caller
 
-__all__ = ["Lifelines", "lifelines"]
-
 _MESSAGE = struct.Struct("<cQH")
 """Kind, the first exchange that the sender will not complete, bytes of the reason that follows."""
 _BEAT, _FINISHED, _FAILED, _WAITING = b".", b"f", b"x", b"w"
@@ -59,25 +57,12 @@ class _Loss(NamedTuple):
 
 
 class Lifelines:
-    """The connections of one rank to the others, and the thread that watches them.
+    """The connections of one rank to the others, by rank, and the thread that watches them.
 
-    Parameters
-    ----------
-    sockets : mapping from int to socket
-        By rank.
-    silence : float or None
-        Seconds without a sign of life after which a rank counts as lost; None: it is only reported after `SILENCE`.
-    pause : float, optional
-        Seconds from one sign of life that this rank gives to the next.
-    name : str, optional
-        The name of the communicator, the same on all ranks and in no other communicator.
-    rank : int, optional
-        This rank.
-
-    Attributes
-    ----------
-    changed : threading.Condition
-        Notified when a rank is lost, or when there is something to say about a silent one.
+    A rank counts as lost after ``silence`` seconds without a sign of life; with None it is only reported after
+    `SILENCE`. This rank gives a sign every ``pause`` seconds. The communicator's name is the same on all ranks and in
+    no other communicator. ``changed`` is notified when a rank is lost, or when there is something to say about a silent
+    one.
     """
 
     def __init__(
@@ -398,29 +383,9 @@ def lifelines(
 ) -> Lifelines:
     """Connect this rank with all others.
 
-    Parameters
-    ----------
-    rank, size : int
-    share : callable
-        Tells all ranks a text; see `qcomp.comm.connecting`.
-    silence : float or None
-        Seconds without a sign of life after which a rank counts as lost; None: it is only reported after `SILENCE`.
-    look_for : callable
-        Called with the ranks with which no connection can be made; raises if the transport knows that one has ended.
-
-    Returns
-    -------
-    Lifelines
-
-    Raises
-    ------
-    CommunicatorError
-        If a rank ends meanwhile.
-
-    Warns
-    -----
-    RuntimeWarning
-        If no connection to a rank can be made. Only the transport then notices its death.
+    ``share`` tells all ranks a text, see `qcomp.comm.connecting`. ``look_for`` is called with the ranks with which no
+    connection can be made, and raises if the transport knows that one has ended. Raises CommunicatorError if a rank
+    ends meanwhile. Warns if no connection to a rank can be made: only the transport then notices its death.
     """
     if size == 1:
         return Lifelines({}, silence=silence)

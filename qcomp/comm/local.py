@@ -22,8 +22,6 @@ from qcomp.core.reporting import name_ranks
 if TYPE_CHECKING:
     from qcomp.comm.buffers import HostBuffer
 
-__all__ = ["LocalCommunicator", "run_local"]
-
 Result = TypeVar("Result")
 
 _SLICE_SECONDS = 0.1

@@ -22,9 +22,6 @@ from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["MPICommunicator"]
-
-
 _CHECK_SECONDS = 0.1
 
 

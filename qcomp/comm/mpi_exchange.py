@@ -17,9 +17,6 @@ from qcomp.core.mean.stages import Owner, other_owners, told
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["MPIExchange", "poll"]
-
-
 # A message's tag has its verb in the lowest bits and a part of the owner's digest in the others, so that a rank at
 # another place in the program is detected.
 _VERB_TAGS = 8
@@ -55,20 +52,7 @@ class MPIExchange:
     Messages are probed before they are received (MPI's matched probe), so that a message of another size or verb is
     reported, not truncated. In MPICH this is as fast as receives posted in advance, from 0 bytes to 50 MB. A rank's
     messages arrive in the order of sending, so the first one belongs to the first exchange that still waits for that
-    rank.
-
-    Parameters
-    ----------
-    comm : MPICommunicator
-    verb : str
-    like : sequence of arrays
-        The caller's buffer for each rank.
-    buffers : list of arrays
-        The same buffers in memory that MPI can read.
-    sizes : sequence of int
-        The bytes that each rank sends here.
-    owner : Owner or None
-        Whose exchange it is.
+    rank. ``like`` are the caller's buffers, and ``buffers`` the same in memory that MPI can read.
     """
 
     def __init__(

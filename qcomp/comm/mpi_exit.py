@@ -25,21 +25,6 @@ from qcomp.comm.lifelines import Lifelines
 from qcomp.comm.mpi_library import MPI
 from qcomp.core.errors import CommunicatorError
 
-__all__ = [
-    "FAILED_TAG",
-    "FINISHED_TAG",
-    "OWNER_TAG",
-    "abort_at_exit",
-    "guard",
-    "keep",
-    "kept_list",
-    "report_failure",
-    "require_alive",
-    "require_rank",
-    "send_all",
-    "take_leave_at_exit",
-]
-
 FINISHED_TAG = 3
 FAILED_TAG = 4
 OWNER_TAG = 5
@@ -137,18 +122,8 @@ def send_all(comm: MPI.Intracomm, text: str, tag: int) -> None:
 def take_leave_at_exit(owner: object, comm: MPI.Intracomm, lines: Lifelines) -> weakref.finalize[..., object]:
     """At the end of this process, tell all other ranks of `comm`, and wait for their end.
 
-    Parameters
-    ----------
-    owner : object
-        The communicator.
-    comm : MPI.Intracomm
-    lines : Lifelines
-
-    Returns
-    -------
-    weakref.finalize
-        Frees what this rank can free without the others; called when the owner goes. Others that still use `comm`
-        learn of it, and of the end of this process.
+    The result frees what this rank can free without the others, and is called when the owner, a communicator, goes.
+    Others that still use `comm` learn of it, and of the end of this process.
     """
     entry = comm, lines
     if comm.Get_size() > 1:

@@ -18,8 +18,6 @@ from qcomp.core.numeric.arrays import Array
 if TYPE_CHECKING:
     from qcomp.comm.base import Communicator
 
-__all__ = ["NCCLCommunicator"]
-
 
 class NCCLCommunicator(Verbs):
     """The ranks of another communicator, with one GPU each; buffers travel from GPU to GPU.

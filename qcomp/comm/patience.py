@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-__all__ = ["SILENCE", "Patience", "inherit", "patience"]
-
 SILENCE = 20.0
 """Seconds without a sign of life after which a rank is reported as silent, and a machine counts as cut off."""
 
@@ -29,17 +27,7 @@ class Patience(NamedTuple):
 def patience(*, timeout: Any = None, silence: Any = None, default: float | None = None) -> Patience:
     """Return these settings, and for None what was inherited, else the environment's, else the defaults.
 
-    Parameters
-    ----------
-    timeout, silence : float, optional
-        As for `qcomp.comm.world`.
-    default : float, optional
-        The timeout if nothing else sets one; None for the default of `qcomp.comm.world`.
-
-    Raises
-    ------
-    ValueError
-        If a setting is not a positive number of seconds.
+    ``default`` is the timeout if nothing else sets one, by default that of `qcomp.comm.world`.
     """
     waits, silent = _setting("timeout", timeout), _setting("silence", silence)
     if waits is None:

@@ -30,9 +30,6 @@ from qcomp.core.mean.stages import Owner, as_mismatch, require_communicator
 from qcomp.core.numeric.arrays import Array
 from qcomp.private_names.torch import default_store, timeout_of
 
-__all__ = ["TorchCommunicator", "over_ranks"]
-
-
 _AT_ONCE = timedelta(milliseconds=1)
 _END_SECONDS = 1.0
 _CREATION = 0
@@ -393,13 +390,7 @@ class TorchCommunicator(Verbs):
 
 
 def over_ranks(of: Any) -> Any:
-    """Return a communicator of the ranks of a process group, or the communicator that it is given.
-
-    Raises
-    ------
-    TypeError
-        If it is neither.
-    """
+    """Return a communicator of a process group's ranks, or the communicator that it is given; else raise TypeError."""
     if isinstance(of, dist.ProcessGroup):
         return TorchCommunicator(of)
     require_communicator(of)

@@ -19,9 +19,6 @@ from qcomp.core.mean.stages import Owner, other_owners, told
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["UNUSED_TAG", "TorchExchange"]
-
-
 _HEADER_TAG, UNUSED_TAG, _OWNER_TAG = 0, 1, 2
 _PAYLOAD_TAGS = 3
 _OWNER_BYTES = 512
@@ -139,13 +136,9 @@ class TorchExchange:
     def start(self, *, in_turn: bool = False) -> None:
         """Post all receives, then all sends, which is faster than torch's own collectives over gloo.
 
-        Parameters
-        ----------
-        in_turn : bool
-            Whether `wait` sends long payloads to one peer after the other, for callers that wait at once. In every turn
-            each rank sends to one peer and receives from one. Concurrent streams to several peers would share the link
-            unevenly: the last stream would have it to itself while other links idle. The ranks may differ in this
-            choice.
+        For callers that wait at once, ``in_turn`` lets `wait` send long payloads to one peer after the other. In every
+        turn each rank sends to one peer and receives from one. Concurrent streams to several peers would share the link
+        unevenly: the last stream would have it to itself while other links idle. The ranks may differ in this choice.
         """
         comm, peers = self._comm, self.peers
         on_host = not self._moves_on_device

@@ -8,8 +8,6 @@ from datetime import timedelta
 from qcomp.comm.torch_dist import TorchCommunicator
 from qcomp.comm.torch_library import dist, torch, transport_errors
 
-__all__ = ["torch_world"]
-
 
 def torch_world(*, timeout: float, silence: float | None) -> TorchCommunicator:
     """Initialise torch.distributed from the environment if necessary; return the communicator of all ranks."""

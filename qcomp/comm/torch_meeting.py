@@ -11,8 +11,6 @@ from qcomp.comm.torch_library import transport_errors
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["StoreMeeting"]
-
 _WHO = "TorchCommunicator"
 _FAILED = "failed"
 _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.05
@@ -21,17 +19,9 @@ _RANKS_IN_A_PAUSE = 200
 
 
 class StoreMeeting:
-    """Ranks that meet in a store.
+    """Ranks that meet within ``timeout`` seconds in a store of torch.distributed, which they use for nothing else.
 
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        The ranks use it for nothing else.
-    rank, size : int
-    timeout : float
-        Seconds within which all ranks must come.
-    look_for : callable
-        Called with the ranks that have not come yet; raises if one of them cannot come any more.
+    ``look_for`` is called with the ranks that have not come yet, and raises if one of them cannot come any more.
     """
 
     def __init__(
@@ -53,16 +43,8 @@ class StoreMeeting:
     def share(self, text: str, check: Callable[[], None]) -> Iterator[tuple[int, str]]:
         """Give a text to all ranks, and yield every rank with its text, in the order in which they come.
 
-        Parameters
-        ----------
-        text : str
-        check : callable
-            Called again and again; raises if a rank has ended.
-
-        Raises
-        ------
-        CommunicatorError
-            If a rank has failed or does not come in time, or the store cannot be reached.
+        ``check`` is called again and again, and raises if a rank has ended. Raises CommunicatorError if a rank has
+        failed or does not come in time, or the store cannot be reached.
         """
         number, self._round = self._round, self._round + 1
         with transport_errors(f"{_WHO}: the store in which the ranks meet failed"):

@@ -11,8 +11,6 @@ from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import AllToAll, Exchange, Owner, as_mismatch
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["Completed", "Pending", "Verbs", "described", "require_rank_of_its_own"]
-
 
 class Pending(Protocol):
     """A started exchange; every rank must wait for it."""

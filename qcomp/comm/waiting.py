@@ -12,19 +12,9 @@ from qcomp.core.errors import CommunicatorError
 if TYPE_CHECKING:
     from qcomp.comm.lifelines import Lifelines
 
-__all__ = ["Waiter", "Waiting"]
-
 
 class Waiting:
-    """A wait under way.
-
-    Parameters
-    ----------
-    wait : callable
-        Returns when the wait is over.
-    lines : Lifelines
-        Notices when the wait has become useless.
-    """
+    """A wait under way; ``lines`` notice when it has become useless."""
 
     def __init__(self, wait: Callable[[], None], lines: Lifelines) -> None:
         self._wait: Callable[[], None] | None = wait
@@ -49,22 +39,8 @@ class Waiting:
     def join(self, exchange: int, verb: str) -> None:
         """Block until the wait is over; raise the exception that it has raised, if any.
 
-        Parameters
-        ----------
-        exchange : int
-            The exchange that the wait belongs to.
-        verb : str
-            What errors call it.
-
-        Raises
-        ------
-        CommunicatorError
-            If the exchange cannot be completed; the wait is left behind.
-
-        Warns
-        -----
-        RuntimeWarning
-            If a rank is silent, and if it is heard again.
+        Raises CommunicatorError if the exchange cannot be completed; the wait is left behind. Warns if a rank is
+        silent, and if it is heard again. Errors name the verb.
         """
         lines = self._lines
         while not self.is_over:

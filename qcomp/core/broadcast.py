@@ -18,8 +18,6 @@ from qcomp.core.numeric.arrays import (
     from_bytes_of,
 )
 
-__all__ = ["broadcast_stages", "first_values"]
-
 _MESSAGE_BYTES = 16 << 20
 
 
@@ -57,15 +55,6 @@ def first_values(
 
     If the ranks differ in names, shapes or dtypes it returns none, and the start of an optimizer says more. Sends a
     digest of each to all others, and of those that differ what `broadcast_stages` sends.
-
-    Parameters
-    ----------
-    tensors : sequence of arrays
-        Parameters, at least one.
-    names : tuple of str
-        Their names.
-    rank, size : int
-        This rank, and the number of ranks.
     """
     found = _first_values(tensors, names, rank, size)
     return (yield from owned(found, Owner("optimizer", 0, names, 0, "init")))

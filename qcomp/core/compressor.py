@@ -22,8 +22,6 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.traits import Coder, Traits
 
-__all__ = ["Compressor", "require_compressor"]
-
 
 @dataclass(frozen=True)
 class Compressor(ABC):

@@ -24,8 +24,6 @@ from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Diagnostics", "Facts", "Notes", "counted", "message_of", "report_of"]
-
 
 class Facts(NamedTuple):
     """Measurements of one rank in a step; NaN where nothing was measured."""

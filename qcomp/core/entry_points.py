@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUPS", "offered", "source_of"]
-
 GROUPS = {
     "compressor": "qcomp.compressors",
     "topology": "qcomp.topologies",
@@ -21,17 +19,8 @@ GROUPS = {
 def offered(kind: str, known: Mapping[str, type]) -> dict[str, EntryPoint]:
     """Return the entry points of installed packages for a kind of thing, by name.
 
-    Parameters
-    ----------
-    kind : {"compressor", "topology", "kernel set"}
-    known : mapping of str to type
-        The classes that already have a name. An entry point may lead to such a class: its package may have registered
-        it when it was imported.
-
-    Raises
-    ------
-    ValueError
-        If two packages offer one name, or a package offers a name that is known as another class.
+    An entry point may lead to a class that is known already: its package may have registered it when it was imported.
+    Raises ValueError if two packages offer one name, or a package offers a name that is known as another class.
     """
     from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the time of `import qcomp`)
 

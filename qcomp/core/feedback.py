@@ -14,8 +14,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
-__all__ = ["compensated", "compress", "require_contraction"]
-
 
 def compress(
     compressor: Compressor,

@@ -12,8 +12,6 @@ from qcomp.core.numeric.arrays import Array, flushes_subnormals, from_host_bytes
 from qcomp.core.reporting import name_ranks
 from qcomp.version import version_and_sources
 
-__all__ = ["agree", "agree_stages", "gather_texts", "handshake", "handshake_stages"]
-
 _ABSENT = object()
 _LONGEST_VALUE = 100
 _SUBNORMALS = "subnormal numbers"
@@ -110,38 +108,15 @@ def _facts(text: str, rank: int) -> dict[str, object]:
 
 
 def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array) -> None:
-    """Raise on every rank if any has a problem, before anything has changed.
+    """Raise on every rank if any has a problem, before anything has changed: its own there, `MismatchError` elsewhere.
 
-    Parameters
-    ----------
-    comm : Communicator
-    problem : Exception or None
-        The error that keeps this rank from continuing.
-    what : str
-        What a rank with a problem cannot do, such as ``"load its state"``.
-    like : array
-        Gives the library and the device of the exchanged buffers.
-
-    Raises
-    ------
-    Exception
-        This rank's problem.
-    MismatchError
-        On the other ranks.
+    ``problem`` keeps this rank from continuing, and ``what`` says from what, such as ``"load its state"``.
     """
     drive(agree_stages(problem, what=what, size=comm.size, like=like), comm)
 
 
 def agree_stages(problem: Exception | None, *, what: str, size: int, like: Array) -> Stages[None]:
-    """Raise on every rank if any has a problem, as a generator of pure stages; see `agree`.
-
-    Parameters
-    ----------
-    problem, what, like
-        As for `agree`.
-    size : int
-        Number of ranks.
-    """
+    """Raise on every rank of ``size`` if any has a problem, as a generator of pure stages; see `agree`."""
     own = "" if problem is None else f"{type(problem).__name__}: {problem}"
     texts = yield from gather_texts(own, size, like)
     if problem is not None:

@@ -15,24 +15,6 @@ if TYPE_CHECKING:
     from qcomp.core.coding.model import Model
     from qcomp.core.numeric.arrays import Array
 
-__all__ = [
-    "AdamNumbers",
-    "Blend",
-    "Chooser",
-    "Coders",
-    "Encoded",
-    "EncodedFrame",
-    "KernelSet",
-    "StepNumbers",
-    "choose_coders_with",
-    "choose_with",
-    "chosen",
-    "chosen_coders",
-    "kernel_of",
-    "use_chooser",
-    "use_kernels",
-]
-
 
 class Encoded(NamedTuple):
     """The result of the primitive ``encode``."""

@@ -20,8 +20,6 @@ from qcomp.core.numeric.arrays import (
     itemsize,
 )
 
-__all__ = ["Field", "Payload", "PayloadSpec", "make_compressors_with"]
-
 _MAGIC = b"QCMP"
 _VERSION = 1
 _HEADER = struct.Struct("<4sBBHQQ")

@@ -76,7 +76,6 @@ __all__ = [
     "take_low_rank",
 ]
 
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

@@ -10,8 +10,6 @@ from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute
 from qcomp.core.numeric.random import Key
 from qcomp.core.primitives import empty_like
 
-__all__ = ["rehearse"]
-
 _SIZE = 1001
 """Number of elements: enough for coding to shorten payloads, and not a whole number of buckets of any compressor."""
 _APART = (64, 3)
@@ -23,18 +21,9 @@ def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low
     """Call every primitive once, so that its kernel is compiled, or read from a cache.
 
     It does nothing without kernels, or if every shape compiles its own kernels. It skips compressors of other packages:
-    qcomp has no kernels for them, and they may not expect this artificial vector.
-
-    Parameters
-    ----------
-    compressors : iterable of Compressor
-        All compressors that will make payloads.
-    like : array
-        Gives the library, the device and the dtype of the vectors that will be compressed.
-    steps : bool
-        Whether there will be steps of an optimizer.
-    low_rank : bool
-        Whether matrices will be approximated by factors.
+    qcomp has no kernels for them, and they may not expect this artificial vector. ``like`` gives the library, the
+    device and the dtype of the vectors that will be compressed, ``steps`` says whether there will be steps of an
+    optimizer, and ``low_rank`` whether matrices will be approximated by factors.
     """
     if not getattr(chosen(like), "any_shape", False):
         return

@@ -4,8 +4,6 @@ import inspect
 import warnings
 from collections.abc import Iterable
 
-__all__ = ["name_ranks", "warn_caller"]
-
 _BETWEEN = {
     "accelerate",
     "contextlib",

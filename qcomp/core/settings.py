@@ -4,8 +4,6 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["plain_numbers", "require"]
-
 _PAIR = tuple[float, float]
 _EXPECTED: dict[Any, str] = {
     float: "a number",

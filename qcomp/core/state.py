@@ -7,8 +7,6 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["OptimizerState"]
-
 
 class OptimizerState(NamedTuple):
     """The state of an optimizer between two steps, equal on all ranks but for arrays of one rank, such as residuals.
@@ -66,17 +64,7 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def first(cls, stage: str, names: tuple[str, ...], rank: int, size: int) -> "OptimizerState":
-        """Return the state before the first step, without arrays.
-
-        Parameters
-        ----------
-        stage : str
-            The first stage.
-        names : tuple of str
-            The names of the parameters.
-        rank, size : int
-            This rank, and the number of ranks.
-        """
+        """Return the state of this rank of ``size`` before the first step, in the first stage, without arrays."""
         return cls(
             step=0,
             stage=stage,

@@ -8,8 +8,6 @@ from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import PayloadSpec
 
-__all__ = ["AnyCompressor", "Coder", "Traits"]
-
 
 @dataclass(frozen=True)
 class Traits:

@@ -18,8 +18,6 @@ from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method, StepTime, pays_between, require_share, run_speedup, step_time
 from qcomp.planning.numbers_with_units import finite, show_bandwidth, show_bytes, show_seconds
 
-__all__ = ["WORTHWHILE", "Advice", "Row", "advise", "compressors_for", "methods_for", "methods_of"]
-
 WORTHWHILE = 1.2
 """The smallest recommended speed-up, since the model is within a fifth of measured steps."""
 

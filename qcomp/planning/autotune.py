@@ -16,9 +16,6 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.settings import plain_numbers
 from qcomp.planning.network import Clock, agreed
 
-__all__ = ["Autotune", "TunedState", "Tuning"]
-
-
 _CLOSE = 0.5
 """Methods that take longer than the fastest by at most this fraction are timed again."""
 

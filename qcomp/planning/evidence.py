@@ -13,8 +13,6 @@ from qcomp.core.outer.presets import diloco, local_sgd, muloco, sparse_loco
 from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method
 
-__all__ = ["STUDIED", "TASKS", "UNMEASURED", "Evidence", "evidence_of", "studies"]
-
 UNMEASURED = 3.0
 """Steps that a comparison counts for each step of exact training, if a method's steps to a loss were not measured."""
 TASKS = ("language model", "residual network", "adversarial network")

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from qcomp.core.compressor import Compressor
 from qcomp.core.registry import compressor as from_spec
 
-__all__ = ["CPU", "PURE", "LowRankSpeed", "Machine", "Speed", "gpu"]
-
 
 @dataclass(frozen=True)
 class Speed:

@@ -11,8 +11,6 @@ from qcomp.planning.cluster import Cluster, Link
 from qcomp.planning.machine import LowRankSpeed, Machine, Speed
 from qcomp.planning.numbers_with_units import finite
 
-__all__ = ["Measured"]
-
 _FORMAT = "qcomp-plan-1"
 
 

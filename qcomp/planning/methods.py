@@ -23,8 +23,6 @@ from qcomp.planning.cluster import Job
 from qcomp.planning.machine import Machine
 from qcomp.planning.model import ALLREDUCES, Method, StepTime, load
 
-__all__ = ["MuonMethod", "OuterMethod", "PowerSGDMethod"]
-
 _Shapes = tuple[tuple[int, ...], ...]
 _Messages = tuple[Sequence[int], Sequence[int]]
 
@@ -284,15 +282,9 @@ def _owned(mean: OwnedMean, shapes: _Shapes, ranks: int) -> _Owned:
 def _by_owners(messages: _Messages, exact: int, cluster: Cluster, *, exchanges: int) -> tuple[float, float]:
     """Return the seconds and the bytes per rank of the exchanges to owners and from owners.
 
-    Parameters
-    ----------
-    messages : two sequences of int
-        For messages of the first and of the second kind, the bytes of each owner's message; of one to all ranks if
-        there are no owners.
-    exact : int
-        Bytes of exact tensors, which travel in the first two exchanges.
-    exchanges : int
-        Exchanges of each kind: one, or one to the owners and one from them.
+    ``messages`` has the bytes of each owner's message, of the first and of the second kind; of one to all ranks if
+    there are no owners. ``exact`` are the bytes of exact tensors, which travel in the first two exchanges. There are
+    one or two ``exchanges`` of each kind.
     """
     ranks = cluster.ranks
     beside = (ranks - 1) / ranks * exact

@@ -12,18 +12,6 @@ from qcomp.core.mean.topologies.registry import names, topology
 from qcomp.planning.cluster import Cluster, Job, Link
 from qcomp.planning.machine import Machine
 
-__all__ = [
-    "ALLREDUCES",
-    "Method",
-    "StepTime",
-    "break_even",
-    "load",
-    "pays_between",
-    "require_share",
-    "run_speedup",
-    "step_time",
-]
-
 ALLREDUCES = ("ring", "tree")
 """The plain methods of averaging."""
 

@@ -12,8 +12,6 @@ from qcomp.core.mean.stages import Transport
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 from qcomp.planning.cluster import INSIDE, Cluster, Link
 
-__all__ = ["BYTES", "ROUNDS", "Clock", "Network", "agreed", "measure_network"]
-
 Clock = Callable[[], float]
 
 _SMALL = 8
@@ -40,38 +38,17 @@ def measure_network(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Network:
-    """Measure the links of a communicator. Collective; all ranks return the same result.
+    """Measure the links of a communicator of at least two ranks. Collective; all ranks return the same result.
 
-    Parameters
-    ----------
-    comm : Communicator
-        A communicator of at least two ranks. Ranks with equal ``host`` share a node; without hosts each rank is a node.
-    like : array
-        Gives the library and device of the sent buffers.
-    size : int
-        Bytes that a rank sends in a large exchange.
-    rounds : int
-        Number of timings of each exchange; the median counts.
-    clock : callable
-        Returns the time in seconds on this rank.
+    Ranks with equal ``host`` share a node; without hosts each rank is a node. Both directions are in use at once, as in
+    every exchange of this package. So ``duplex`` is True, and ``bandwidth`` is the bandwidth of each direction. Of
+    ``rounds`` timings the median counts. Raises ValueError if there is only one rank, or nodes have different numbers
+    of ranks.
 
-    Returns
-    -------
-    Network
-        Measured with both directions in use at once, as in every exchange of this package. So ``duplex`` is True, and
-        ``bandwidth`` is the bandwidth of each direction.
-
-    Raises
-    ------
-    ValueError
-        If there is only one rank, or nodes have different numbers of ranks.
-
-    Notes
-    -----
     Latency: half of a round trip of 8 bytes between two ranks, on different nodes if there are several, minus the
     transfer time of the bytes. Further messages: the additional time per message of an exchange of 8 bytes between the
-    first ranks of all nodes. Bandwidth: from the time of a large exchange between these ranks, minus its latencies; the
-    slowest rank counts. Streams: how many times as much a node sends if all its ranks send.
+    first ranks of all nodes. Bandwidth: from the time of a large exchange of ``size`` bytes between these ranks, minus
+    its latencies; the slowest rank counts. Streams: how many times as much a node sends if all its ranks send.
     """
     if comm.size < 2:
         raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure the links between them")

@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["bandwidth", "count", "finite", "seconds", "show_bandwidth", "show_bytes", "show_seconds"]
-
 _WRITTEN = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([A-Za-zµ/]*)")
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

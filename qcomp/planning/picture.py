@@ -9,8 +9,6 @@ from qcomp.core.mean.topologies.registry import names
 from qcomp.planning.advice import Advice, Row
 from qcomp.planning.model import ALLREDUCES, Method, step_time
 
-__all__ = ["draw"]
-
 _POINTS = 61
 _MOST_CURVES = 8
 _DECADES = 2.0
@@ -26,14 +24,7 @@ def draw(advice: Advice, path: str | Path) -> None:
     """Write a picture of the step time over the bandwidth between nodes; the suffix names the format.
 
     It shows at most eight methods. If methods differ only in their topology, it shows only the fastest of them on the
-    given link.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing.
-    ValueError
-        If matplotlib does not support the format.
+    given link. Raises ImportError if matplotlib is missing, and ValueError if it does not support the format.
     """
     try:
         figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")

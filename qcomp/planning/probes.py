@@ -18,8 +18,6 @@ from qcomp.planning.machine import LowRankSpeed, Machine, Speed
 from qcomp.planning.measurement import Measured
 from qcomp.planning.network import BYTES, ROUNDS, Clock, agreed, measure_network
 
-__all__ = ["measure", "measure_speed", "measure_step"]
-
 _FEW = 64
 """Elements of a tensor that is so small that only the calls take time."""
 _MANY = 17
@@ -33,24 +31,9 @@ _SIDE = 512
 def measure_speed(
     compressor: Compressor, like: Array, *, rounds: int = ROUNDS, clock: Clock = time.perf_counter
 ) -> Speed:
-    """Measure how fast this process encodes and decodes.
+    """Measure how fast this process encodes and decodes vectors like one, ideally as large as the real ones.
 
-    Parameters
-    ----------
-    compressor : Compressor
-    like : array
-        A vector of the library, device and dtype that will be compressed, ideally as large as the real ones.
-    rounds : int
-        Number of timings of each call, after a warm-up call; the median counts.
-    clock : callable
-        Seconds.
-
-    Examples
-    --------
-    >>> import numpy as np, qcomp
-    >>> speed = measure_speed(qcomp.ScaledSign(), np.ones(10_000, dtype=np.float32), rounds=3)
-    >>> speed.encode > 0
-    True
+    Of ``rounds`` timings of each call, after a warm-up call, the median counts.
     """
     size, key = like.shape[0], Key()
     encoding, decoding, adding = [], [], []
@@ -78,14 +61,8 @@ def measure_step(
 ) -> float:
     """Return the median seconds of a step, after a warm-up step.
 
-    Parameters
-    ----------
-    step : callable
-        Computes gradients and updates parameters, without arguments and without communication. On a GPU it must wait
-        for the device before it returns.
-    rounds : int
-    clock : callable
-        Seconds.
+    It computes gradients and updates parameters, without arguments and without communication. On a GPU it must wait for
+    the device before it returns.
     """
     step()
     times = []

@@ -17,8 +17,6 @@ from qcomp.planning.methods import MuonMethod, PowerSGDMethod
 from qcomp.planning.model import ALLREDUCES, Method, step_time
 from qcomp.planning.numbers_with_units import show_bandwidth, show_seconds
 
-__all__ = ["warn_if_slower"]
-
 
 def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured: Measured) -> None:
     """Warn if an optimizer will be slower than plain training; call it beside `Optimizer.init`. It exchanges nothing.

@@ -24,16 +24,8 @@ _require(_FunctionCache, "_index_key", "store compiled kernels")
 def cache_of(function: Callable[..., Any], locator: type | None) -> Any:
     """Return the cache of a compiled function on disk, which has a ``cache_path``.
 
-    Parameters
-    ----------
-    function : callable
-    locator : type, optional
-        Says where the files are: a class with the methods of numba's own. Without it, they are where the user says.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no place for the files; its message has the word "locator".
+    ``locator`` is a class with the methods of numba's own, which says where the files are; without it, they are where
+    the user says. Raises RuntimeError, whose message has the word "locator", if there is no place for the files.
     """
     members: dict[str, Any] = {"_index_key": _index_key}
     if locator is not None:

@@ -138,13 +138,7 @@ def is_joined_without(model: Any, other: Any) -> bool:
 
 
 def averages_over_replicas(state: Any) -> bool:
-    """Return whether FSDP2 averages gradients over replicas now, see ``set_requires_all_reduce``.
-
-    Parameters
-    ----------
-    state : object
-        Of a module, see `fsdp_state_of`.
-    """
+    """Return whether FSDP2 averages gradients over replicas now, see ``set_requires_all_reduce``."""
     use = "accumulate gradients without averaging them"
     return bool(_require(_require(state, "_fsdp_param_group", use), "all_reduce_grads", use))
 

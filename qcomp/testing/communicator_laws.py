@@ -13,8 +13,6 @@ from qcomp.core.errors import CommunicatorError, MismatchError
 from qcomp.core.mean.stages import AllGather, AllToAll, Owner, Stages, drive, owned, pipeline
 from qcomp.testing.libraries import Namespace, Vector, to_library, to_numpy
 
-__all__ = ["COMMUNICATOR_LAWS", "another_size_closes_it", "other_owners_are_a_mismatch"]
-
 _SCALES = (0, 1, 333, 333, 1_250_003)
 """Factors for message sizes: nothing, a few bytes, the same messages again, and 5 MB, which travel in many pieces."""
 

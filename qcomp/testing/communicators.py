@@ -13,8 +13,6 @@ from qcomp.testing.communicator_laws import (
 from qcomp.testing.law_groups import Contract
 from qcomp.testing.libraries import Namespace, library_name
 
-__all__ = ["check_communicator", "communicator_contract"]
-
 _HAS = ("rank", "size", "host", "bytes_sent", "all_to_all", "all_gather")
 
 

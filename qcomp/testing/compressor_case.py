@@ -15,8 +15,6 @@ from qcomp.core.numeric.random import Key, replace_draws
 from qcomp.core.payload import Payload
 from qcomp.testing.libraries import Namespace, Vector, has_dtype, library_name, to_library, to_numpy
 
-__all__ = ["Case", "Encoding"]
-
 Source = Callable[[Key, Block], Any]
 
 

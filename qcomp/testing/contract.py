@@ -15,8 +15,6 @@ from qcomp.testing.libraries import Namespace
 from qcomp.testing.state_laws import first_calls, independent_of_calls
 from qcomp.testing.vector_laws import VectorLaw, applies
 
-__all__ = ["check_compressor", "compressor_contract"]
-
 
 def check_compressor(
     compressor: Compressor,

@@ -18,8 +18,6 @@ from qcomp.testing.libraries import Namespace, library_name
 from qcomp.testing.optimizers import optimizer_contract
 from qcomp.testing.topologies import topology_contract
 
-__all__ = ["contract_of", "every_law"]
-
 
 def contract_of(thing: Any, xp: Namespace = np, *, thorough: bool = False) -> Contract:
     """Return the contract of a compressor, topology, optimizer, kernel set or communicator.

@@ -19,8 +19,6 @@ _HALVES = (
     ("sparse", Key(seed=1, step=2000)),
 )
 
-__all__ = ["decoded_in_another_dtype", "double_precision", "half_precision", "one_way", "shapes_and_dtypes"]
-
 
 def shapes_and_dtypes(case: Case) -> None:
     """A decompressed array has the shape, dtype and device of ``like``."""

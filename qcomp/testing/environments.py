@@ -23,8 +23,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENVIRONMENTS", "in_another_process", "modules_of"]
-
 _NAMES = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_PORT "
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE OMPI_UNIVERSE_SIZE "
@@ -221,26 +219,10 @@ def modules_of(value: Any) -> list[tuple[str, str | None]]:
 def in_another_process(value: Any, task: str, argument: Any, *, spec: str | None = None) -> Any:
     """Run a task on a value in a fresh process with another hash seed, date, host, processor count and environment.
 
-    Parameters
-    ----------
-    value : object
-        What the task is about. The process imports the modules of its classes, and unpickles it.
-    task : str
-        The function to call with the value and the argument, such as ``"qcomp.testing.jobs:run"``.
-    argument : object
-        Its second argument, which can be pickled.
-    spec : str, optional
-        The spec string from which a compressor is made if it cannot be pickled.
-
-    Returns
-    -------
-    object
-        What the function returns; None if the process cannot import the classes, such as classes of a notebook.
-
-    Raises
-    ------
-    AssertionError
-        If the function raises there.
+    The process imports the modules of the value's classes, unpickles it, and returns what a function such as
+    ``"qcomp.testing.jobs:run"`` returns for it and the argument; None if it cannot import the classes, such as classes
+    of a notebook. A compressor that cannot be pickled is made from its ``spec``. Raises AssertionError if the function
+    raises there.
     """
     modules = modules_of(value)
     if _MARK in os.environ or not all(_can_be_imported(name, file) for name, file in modules):

@@ -14,15 +14,6 @@ from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.means import SPECS, Peers, average, bits, held_by, inputs, refused
 from qcomp.testing.one_thread import lockstep
 
-__all__ = [
-    "CODED",
-    "damage_is_noticed",
-    "over_a_communicator",
-    "refusals",
-    "refusals_are_shared",
-    "servers_refuse_too",
-]
-
 CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
 """Its payloads vary in length."""
 _SECONDS = 30.0

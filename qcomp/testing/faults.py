@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from qcomp.core.errors import CommunicatorError
 from qcomp.testing.one_thread import deliver
 
-__all__ = ["Death", "until_death"]
-
 
 class Death(NamedTuple):
     """When and how a rank dies.

@@ -18,15 +18,6 @@ from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import sizes, tested_bucket, vector
 from qcomp.testing.libraries import to_numpy
 
-__all__ = [
-    "fields_as_announced",
-    "identity_of_configuration",
-    "needs_key",
-    "round_trip_of_bytes",
-    "siblings",
-    "sound_traits",
-]
-
 
 def sound_traits(case: Case) -> None:
     """The traits are possible and constant: a positive bucket size, omega and delta in their ranges."""

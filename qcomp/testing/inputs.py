@@ -8,21 +8,6 @@ from hypothesis import strategies as st
 
 from qcomp.core.numeric.arrays import TINY
 
-__all__ = [
-    "FAMILIES",
-    "LONGEST_BUCKET",
-    "adversarial",
-    "at_every_scale",
-    "doubles",
-    "drawn",
-    "flushed",
-    "rounded",
-    "sizes",
-    "tested_bucket",
-    "vector",
-    "vectors",
-]
-
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 FAMILIES = (

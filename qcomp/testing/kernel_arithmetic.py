@@ -15,8 +15,6 @@ from qcomp.testing.inputs import vector
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
 from qcomp.testing.libraries import Namespace, has_dtype, to_library, to_numpy
 
-__all__ = ["BLENDS", "check_low_rank", "check_steps", "check_updates"]
-
 BLENDS = ((0.0, 1.0), (0.5, 0.3), (0.95, 1.0), (0.99, 1e-3), (0.999, 0.7), (1.0, 1.0))
 _COUNTS = (*range(1, 129), 1000, 1023, 4096)
 """Numbers of ranks."""

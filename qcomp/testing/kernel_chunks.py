@@ -20,8 +20,6 @@ from qcomp.testing.inputs import vector
 from qcomp.testing.kernel_memory import Untouched
 from qcomp.testing.libraries import Namespace, to_library, to_numpy
 
-__all__ = ["check_chunks"]
-
 _RANKS = 2
 _WAYS = ("without feedback", "with feedback", "with values that are used up", "with momenta")
 
@@ -35,16 +33,9 @@ class _FlatTensors(NamedTuple):
 
 
 def check_chunks(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
-    """Check that chunks of several tensors, each with one of these compressors, get the pure version's bytes.
+    """Check that chunks of several tensors get the pure version's bytes.
 
-    Parameters
-    ----------
-    kernels : KernelSet
-        The kernels to check.
-    xp : namespace
-        The array library to run on.
-    compressors : sequence of Compressor
-        The tensors of a chunk have one of these compressors, or two that are adjacent in this sequence.
+    The tensors of a chunk have one of these compressors, or two that are adjacent in this sequence.
     """
     for chosen in ([c] for c in compressors):
         _check(kernels, xp, chosen)

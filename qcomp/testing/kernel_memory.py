@@ -6,8 +6,6 @@ import numpy as np
 
 from qcomp.testing.libraries import Namespace, Vector, library_name, to_library, to_numpy
 
-__all__ = ["LONG", "Untouched", "around_powers_of_two", "laid_out"]
-
 LONG = (3000, 12_001, 150_001)
 """Sizes far from powers of two: two that fit into a cache, and one for which several threads may work."""
 

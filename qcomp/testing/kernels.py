@@ -35,9 +35,6 @@ from qcomp.testing.law_groups import Attempt, Contract
 from qcomp.testing.libraries import Namespace, Vector, has_dtype, library_name, to_library, to_numpy
 from qcomp.testing.state_laws import FilesOfAuthor, interrupted
 
-__all__ = ["check_kernels", "kernel_contract"]
-
-
 COMPRESSORS: tuple[Compressor, ...] = (
     Identity(),
     ScaledSign(bucket_size=8),

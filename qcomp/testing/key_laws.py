@@ -12,9 +12,6 @@ from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import Vector, to_numpy
 
-__all__ = ["draws_are_independent", "key_names_the_draws", "no_key_repeats"]
-
-
 _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
 """The number of bits of each part that must affect the draws."""

@@ -6,8 +6,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-__all__ = ["Attempt", "Contract", "ContractError"]
-
 Attempt = tuple[str, Callable[[], None]]
 """The name of a law, and a call that raises if it is broken."""
 

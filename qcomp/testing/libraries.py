@@ -7,8 +7,6 @@ import numpy as np
 
 from qcomp.core.numeric.arrays import array_namespace, dtype_name, host_bytes, itemsize
 
-__all__ = ["Vector", "dtype_of", "has_dtype", "library_name", "read_only_numpy", "to_library", "to_numpy"]
-
 
 class _ReadOnlyNumPy:
     """NumPy with read-only arrays, which reveal writes into the input."""

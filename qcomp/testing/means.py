@@ -19,25 +19,6 @@ from qcomp.core.registry import compressor as from_spec
 from qcomp.testing.libraries import to_numpy
 from qcomp.testing.one_thread import lockstep
 
-__all__ = [
-    "NODES",
-    "SHAPES",
-    "SPECS",
-    "Outcome",
-    "Peers",
-    "average",
-    "bits",
-    "draws_of",
-    "held_by",
-    "inputs",
-    "means_of",
-    "of_registered",
-    "owed",
-    "refused",
-    "require_sum_identity",
-    "start",
-]
-
 Shapes = Sequence[tuple[int, ...]]
 
 SHAPES: Shapes = [(3, 11), (0,), (), (170,), (2, 0, 4)]

@@ -14,9 +14,6 @@ from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import flushed, vector
 from qcomp.testing.libraries import Vector, has_dtype, library_name, to_numpy
 
-__all__ = ["any_layout", "nothing_is_shared", "pure", "results_into_buffers"]
-
-
 _KEY = Key(seed=1, step=4, rank=2)
 
 

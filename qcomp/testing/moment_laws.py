@@ -13,9 +13,6 @@ from qcomp.testing.inputs import LONGEST_BUCKET, flushed, vector
 from qcomp.testing.libraries import Vector
 from qcomp.testing.worst_cases import HITS, row_length
 
-__all__ = ["unbiased", "unbiased_at_every_size", "unbiased_to_the_last_draw"]
-
-
 _SUSPICIOUS, _CERTAIN = 4.2, 6.0
 """Deviations in standard errors: from the first on more samples are drawn, from the second on the law is broken."""
 _MORE = (6, 30)

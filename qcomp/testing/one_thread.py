@@ -5,8 +5,6 @@ from typing import Any
 
 from qcomp.core.mean.stages import AllToAll, Exchange
 
-__all__ = ["bytes_to_others", "deliver", "lockstep", "watched"]
-
 
 def lockstep(
     computations: Sequence[Generator[Any, Any, Any]],
@@ -80,13 +78,7 @@ def bytes_to_others(request: Exchange, rank: int) -> int:
 
 
 def deliver(requests: Mapping[int, Exchange]) -> list[list[Any]]:
-    """Return what arrives on each rank when all have asked for an exchange.
-
-    Raises
-    ------
-    AssertionError
-        As for `lockstep`.
-    """
+    """Return what arrives on each rank when all have asked for an exchange; raises AssertionError like `lockstep`."""
     ranks = range(len(requests))
     kinds = {rank: type(request).__name__ for rank, request in requests.items()}
     assert len(set(kinds.values())) == 1, f"the ranks want different exchanges: {kinds}"

@@ -32,25 +32,6 @@ from qcomp.testing.jobs import (
 from qcomp.testing.libraries import to_numpy
 from qcomp.testing.one_thread import lockstep
 
-__all__ = [
-    "against_the_gradient",
-    "another_world_goes_on",
-    "compresses_soon",
-    "counts_are_kept",
-    "donation_changes_nothing",
-    "goes_on_in_another_process",
-    "keeps_no_gradients",
-    "only_results_are_new",
-    "over_a_communicator",
-    "ranks_agree",
-    "refusals_are_shared",
-    "same_again",
-    "saved_after_any_step",
-    "shapes_and_dtypes",
-    "starts_alike",
-    "weights_scale_gradients",
-]
-
 _SECONDS = 60.0
 """Time in which ranks in threads must end; a law takes a second or two."""
 

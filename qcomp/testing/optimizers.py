@@ -12,8 +12,6 @@ from qcomp.testing.jobs import OptimizerCase
 from qcomp.testing.law_groups import Contract
 from qcomp.testing.libraries import Namespace
 
-__all__ = ["check_optimizer", "optimizer_contract"]
-
 _Law = Callable[[OptimizerCase], None]
 
 _LAWS: tuple[tuple[_Law, ...], ...] = (

@@ -11,8 +11,6 @@ from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import flushed, sizes, tested_bucket, vector
 from qcomp.testing.libraries import Vector, to_numpy
 
-__all__ = ["announced_length", "coder_loses_nothing", "damaged_payload_is_an_error", "payload_size"]
-
 
 def payload_size(case: Case) -> None:
     """A payload has exactly the number of bytes in its spec, or at most that with `Compressor.variable_length`.

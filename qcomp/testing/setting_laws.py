@@ -26,19 +26,6 @@ from qcomp.testing.jobs import (
 from qcomp.testing.libraries import to_numpy
 from qcomp.testing.one_thread import lockstep
 
-__all__ = [
-    "clipping_scales_gradients",
-    "draws_have_keys_of_their_own",
-    "equal_ranks_move_as_one",
-    "gradients_are_averaged",
-    "groups_select_by_name",
-    "long_tensors_move_to_the_end",
-    "nothing_is_lost",
-    "rates_scale_the_step",
-    "schedules_count_completed_steps",
-    "weight_decay_shrinks",
-]
-
 _NORM = 640.0
 """The global norm of the gradients of `_of_known_norm`."""
 

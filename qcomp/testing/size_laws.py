@@ -9,9 +9,6 @@ from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import Vector
 
-__all__ = ["large_vectors"]
-
-
 _SIZES = (70_001, (1 << 20) + 4099)
 """Places behind 2^16, and behind 2^20."""
 _CALLS = {70_001: 24, (1 << 20) + 4099: 6}

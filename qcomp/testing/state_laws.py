@@ -23,16 +23,6 @@ from qcomp.testing.environments import ENVIRONMENTS, in_another_process
 from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import to_numpy
 
-__all__ = [
-    "FilesOfAuthor",
-    "first_calls",
-    "independent_of_calls",
-    "independent_of_the_environment",
-    "independent_of_threads",
-    "interrupted",
-    "same_in_another_process",
-]
-
 Results = list[tuple[bytes, bytes]]
 
 _SIZE_OF_INTERRUPTED = 5000

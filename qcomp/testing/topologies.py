@@ -13,8 +13,6 @@ from qcomp.testing.libraries import Namespace, library_name, to_library, to_nump
 from qcomp.testing.means import NODES, SPECS, Peers, average, inputs
 from qcomp.testing.topology_laws import OF_MANY_RANKS, TOPOLOGY_LAWS
 
-__all__ = ["check_topology", "same_as_on_numpy", "topology_contract", "worlds_of"]
-
 _SHAPES = [(40,), (5,), ()]
 
 

@@ -42,8 +42,6 @@ from qcomp.testing.means import (
 )
 from qcomp.testing.one_thread import bytes_to_others, lockstep, watched
 
-__all__ = ["OF_MANY_RANKS", "TOPOLOGY_LAWS", "TopologyLaw", "distance_of_an_unbiased_mean"]
-
 
 def ranks_agree(world: Peers) -> None:
     """All ranks request the same exchanges and hold the same means, which have the shapes and dtypes of the values."""

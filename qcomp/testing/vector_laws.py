@@ -13,8 +13,6 @@ from qcomp.testing.inputs import doubles, flushed, vector
 from qcomp.testing.libraries import Vector
 from qcomp.testing.payload_laws import announced_length, coder_loses_nothing
 
-__all__ = ["VECTOR_LAWS", "VectorLaw", "applies", "extreme_draws"]
-
 
 def same_bytes(case: Case, x: Vector) -> None:
     """Payload, decoded vector and residual have the same bytes as on NumPy."""

@@ -10,9 +10,6 @@ from qcomp.testing.compressor_case import Case
 from qcomp.testing.inputs import LONGEST_BUCKET, adversarial, at_every_scale, flushed
 from qcomp.testing.libraries import Vector
 
-__all__ = ["HITS", "contraction", "row_length", "variance_bound"]
-
-
 _BATCH = 1 << 16
 """Elements per call, if buckets are independent."""
 _WIDEST = 1 << 13

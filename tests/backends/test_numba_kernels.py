@@ -17,18 +17,16 @@ import qcomp
 from qcomp.core import feedback, primitives
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.numeric.arrays import divide, flush
-from qcomp.core.numeric.random import fold_key
 from qcomp.testing.inputs import FAMILIES, sizes, vector, vectors
 
 pytest.importorskip("numba")
 
 from qcomp.backends import numba_cpu as kernels
-from qcomp.backends.numba_cpu import codec, identity, threads
+from qcomp.backends.numba_cpu import codec, threads
 from qcomp.backends.numba_cpu import vectors as passes
-from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
-from qcomp.backends.numba_cpu.qsgd import encode_qsgd
-from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd
-from qcomp.backends.numba_cpu.sign import decode_sign, encode_sign
+from qcomp.backends.numba_cpu.frames import kernels_of
+from qcomp.backends.numba_cpu.stream import pays
+from qcomp.backends.numba_cpu.tables import decoded_vectors
 
 F = np.float32
 KEY = qcomp.Key(seed=2**40 + 5, step=3, tensor=2, rank=1, hop=1, bucket=7)
@@ -52,45 +50,23 @@ class Case:
 
     compressor: Any
 
-    def encode(self, x, residual, data, out, **options):
-        return codec.encode(self.encoder(x, data), residual, out, **options)
-
-    def encoder(self, x, data):
-        c = self.compressor
-        if c.name == "identity":
-            return codec.encoder_of(identity.encode_identity(), identity.RUN, x, data, None)
-        if c.name == "sign":
-            return codec.encoder_of(encode_sign(c.bucket_size, c.scale), c.bucket_size, x, data, None)
-        if c.name == "minmax":
-            return codec.encoder_of(encode_minmax(c.bucket_size), c.bucket_size, x, data, None)
-        words, (c, held) = fold_key(KEY, like=x), self.unwrapped()
-        run = encode_qsgd(c.levels, c.bucket_size, c.norm, words, KEY.hop, held=held)
-        return codec.encoder_of(run, held or c.bucket_size, x, data, None, KEY.bucket)
-
-    def decode(self, data, out, *, accumulate=False):
-        return codec.decode(self.decoder(data, out), accumulate=accumulate)
-
-    def decoder(self, data, out):
-        c = self.compressor
-        if c.name == "identity":
-            return codec.decoder_of(identity.decode_identity(), identity.RUN, data, out)
-        if c.name == "sign":
-            return codec.decoder_of(decode_sign(c.bucket_size), c.bucket_size, data, out)
-        if c.name == "minmax":
-            return codec.decoder_of(decode_minmax(c.bucket_size), c.bucket_size, data, out)
-        c, held = self.unwrapped()
-        run = decode_qsgd(c.levels, c.bucket_size, held=held)
-        return codec.decoder_of(run, held or c.bucket_size, data, out)
+    @property
+    def kernels(self):
+        return kernels_of(self.compressor)
 
     @property
     def bucket(self):
         """The number of elements in a bucket of the kernels."""
-        return identity.RUN if self.compressor.name == "identity" else self.compressor.traits.bucket_size
+        return self.kernels.bucket_size
 
-    def unwrapped(self):
-        """Return the QSGD inside, and the size of its buckets if they are filled up with zeros (else None)."""
-        c = self.compressor
-        return (c.compressor, self.bucket) if c.name == "whole_fields" else (c, None)
+    def encode(self, x, residual, data, out):
+        encoder = codec.encoder_of(self.kernels.encode(KEY), self.bucket, x, data, None, KEY.bucket)
+        return codec.encode(encoder, residual, out)
+
+    def decode(self, data, out, *, accumulate=False):
+        table = decoded_vectors([data], self.bucket, out)
+        streams = not accumulate and pays(out.size)
+        codec.run_decoder(self.kernels.decode, self.bucket, table, accumulate=accumulate, streams=streams)
 
     def buffer(self, size):
         """Return a buffer for the payload at an odd address, filled with bytes that the kernel must overwrite."""

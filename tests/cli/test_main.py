@@ -145,7 +145,6 @@ def test_a_full_disk_is_a_usage_error_without_a_traceback(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_stdout_is_no_error(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2}\n')
-    command = f'"{sys.executable}" -m qcomp show "{tmp_path}/log.jsonl" >&-'
+def test_a_closed_stdout_is_no_error():
+    command = f'"{sys.executable}" -m qcomp plan --params 1M --compute-ms 1 --ranks 2 --link 1gbit >&-'
     assert subprocess.run(command, shell=True, check=False, timeout=60).returncode == 0

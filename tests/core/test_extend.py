@@ -23,7 +23,6 @@ SUBPACKAGES = FOR_AUTHORS | {f"qcomp.{name}" for name in ("comm", "torch", "plan
 PUBLIC = SUBPACKAGES | {
     "qcomp.integrations",
     "qcomp.integrations.ddp",
-    "qcomp.compat.deepspeed",
     "qcomp.elastic",
     "qcomp.jax",
     "qcomp.jax.optax",

@@ -129,7 +129,7 @@ FACES = {
     "QAdam",
     "ZeroOneAdam",
 }
-"""Public names that a face for a framework, or DeepSpeed's mode, shares with the core."""
+"""Public names that a face for a framework shares with the core."""
 
 
 def classes_in(path: Path) -> set[str]:

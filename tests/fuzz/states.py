@@ -23,7 +23,6 @@ import numpy as np
 
 import qcomp
 from qcomp import MismatchError, NonFiniteError
-from qcomp.compat import deepspeed
 from qcomp.core.checkpoint.format import read_arrays, read_scalars
 from qcomp.testing import lockstep
 from tests.fuzz.damage import damaged
@@ -140,15 +139,6 @@ def _outer(loop: qcomp.OuterLoop, size: int, steps: int) -> Target:
     return Target(job.saved(), load, use)
 
 
-def _compat() -> dict[str, Callable[[], Target]]:
-    makers = {
-        "1-bit Adam of DeepSpeed": deepspeed.onebit_adam(0.1, freeze_step=2),
-        "1-bit LAMB of DeepSpeed": deepspeed.onebit_lamb(0.1, freeze_step=2),
-        "0/1 Adam of DeepSpeed": deepspeed.zero_one_adam(0.1, var_freeze_step=2),
-    }
-    return {name: lambda opt=opt: _own(opt, 1, 5) for name, opt in makers.items()}  # type: ignore[misc]
-
-
 STREAMING = jobs.loop_of(
     every=6, fragments=3, delay=3, mixing=0.5, decay=0.5, outer=qcomp.Adam(learning_rate=0.1)
 )
@@ -213,7 +203,6 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "0/1, while ranks are apart": lambda: _in_stage(EVERY["0/1"].opt, "local"),
     "0/1 of 2 ranks, while they are apart": lambda: _in_stage(EVERY["0/1"].opt, "local", 2),
     "1-bit, watched, in a re-warm": lambda: _in_stage(EVERY["1-bit, watched"].opt, "rewarm"),
-    **_compat(),
     **(
         {
             f"torch, {name}, after {steps} steps": lambda name=name, steps=steps, settings=settings: _torch(  # type: ignore[misc]

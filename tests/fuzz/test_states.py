@@ -160,8 +160,6 @@ class TestEntries:
         ("LAMB, after 1 steps", "trust.bias", (math.nan, math.inf), (0.5,)),
         ("QSVRG, after 4 steps", "steps", (-1, 5, 0.5), (0, 4)),
         ("outer loop, under way", "rounds.0", (-1, 6, 0.5), (0, 5)),
-        ("0/1 Adam of DeepSpeed", "var_interval", (0, -1, 0.5), (1, 4)),
-        ("0/1 Adam of DeepSpeed", "local_step_interval", (0, 0.5), (1,)),
     ],
 )
 def test_impossible_numbers_are_refused(target, name, wrong, right):

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
-FRAMEWORKS = ("comm", "compat", "integrations", "jax", "testing", "torch")
+FRAMEWORKS = ("comm", "integrations", "jax", "testing", "torch")
 """Modules whose imports take seconds, or optional packages."""
 MEMBERS = (FunctionType, cached_property, property)
 

@@ -32,14 +32,6 @@ def test_it_keeps_every_law_in_torch(name):
     check_optimizer(optimizer(name), torch)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"])
-def test_optimizers_for_migration_keep_every_law(kind):
-    from qcomp.compat import deepspeed
-
-    check_optimizer(getattr(deepspeed, kind)(learning_rate=0.01))
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:the variance of OneBitAdam no longer fits")
 @pytest.mark.parametrize("name", ONE_GRADIENT)

@@ -191,15 +191,27 @@ def test_a_dict_of_another_optimizer_or_of_a_huge_world_is_refused_as_before():
     assert all("expected disjoint ranges of its" in str(error) for error in errors)
 
 
-def test_deepspeeds_errors_are_not_dropped():
-    from qcomp.compat import deepspeed
+class OfThisNumber(qcomp.OneBitAdam):
+    """An optimizer whose arrays fit no other number of ranks."""
 
-    opt = deepspeed.onebit_adam(learning_rate=0.1, freeze_step=3)
+    resizes = False
+
+
+def test_what_fits_one_number_of_ranks_resumes_on_no_other_and_drops_nothing():
+    opt = OfThisNumber(learning_rate=0.1, exact=None)
     comm = qcomp.comm.LocalCommunicator.alone()
     params = [np.ones(8, np.float32)]
     saved = opt.state_dict(opt.init(params, comm))
     with pytest.raises(ValueError, match="lost is 'drop'; expected 'raise'"):
         opt.load_state_dict(saved, params, comm, lost="drop")
+
+    def rank_main(comm):
+        with pytest.raises(
+            ValueError, match="saved comes from another number of ranks; expected 2 instead of 1"
+        ):
+            opt.load_state_dict([saved], params, comm)
+
+    qcomp.comm.run_local(2, rank_main)
 
 
 def test_what_one_rank_kept_for_all_is_named_where_it_is_lost():

@@ -1,21 +1,16 @@
-"""Runs the compat mode on the gradients given to the original, and measures the distance of the results."""
+"""Runs DeepSpeed's steps in NumPy on the gradients given to the original, and measures the distance of the results."""
 
 import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 
-import qcomp
-from qcomp.compat import deepspeed
-
 collect_ignore = ["deepspeed_original.py"]  # imports its neighbour, which works only in a program
 
-NAMES = ("weight", "embedding", "masked")
 Found = dict[str, np.ndarray]
 
 
@@ -30,28 +25,6 @@ def load(name: str) -> ModuleType:
     return sys.modules[name]
 
 
-def make(name: str, cases: ModuleType, **changes: Any) -> Any:
-    """Return an optimizer of the compat mode with the options of the cases."""
-    options = {**cases.COMMON, **cases.OPTIONS[name], **changes}
-    return getattr(deepspeed, name)(
-        cases.rate,
-        exp_avg_mask={"masked": cases.MASK},
-        groups=(qcomp.Group("masked", weight_decay=0.0),),
-        **options,
-    )
-
-
-def held(state: Any) -> dict[str, np.ndarray]:
-    """Return the contents of a state, under the original's names."""
-    of = {"exp_avg": state.momentum, "exp_avg_sq": state.variance, **state.arrays}
-    return {f"{kind}.{i}": np.asarray(x) for kind, arrays in of.items() for i, x in enumerate(arrays)}
-
-
-@pytest.fixture(name="make")
-def make_fixture() -> Callable[..., Any]:
-    return make
-
-
 @pytest.fixture
 def golden() -> Callable[[int], Path]:
     """Return the file with the recording of a world."""
@@ -64,29 +37,41 @@ def cases() -> ModuleType:
 
 
 @pytest.fixture
+def steps() -> ModuleType:
+    return load("deepspeed_steps")
+
+
+@pytest.fixture
 def original() -> ModuleType:
     load("deepspeed_cases")
     return load("deepspeed_original")
 
 
 @pytest.fixture
-def ours(lockstep: Callable, cases: ModuleType) -> Callable[..., list[Found]]:
-    """Run an optimizer of the compat mode: ``ours(name, world, opt=None, convert=list)`` returns the trajectories."""
+def ours(cases: ModuleType, steps: ModuleType) -> Callable[..., list[Found]]:
+    """Return the trajectories of all ranks: ``ours(name, world, kind=None, **changes)``, of the options."""
 
-    def run(name: str, world: int, opt: Any = None, convert: Callable = list) -> list[Found]:
-        opt = make(name, cases) if opt is None else opt
-        params = [convert(cases.parameters(world)) for _ in range(world)]
-        states = [opt.initial_state(params[0], NAMES, rank, world) for rank in range(world)]
+    def run(name: str, world: int, kind: type | None = None, **changes: object) -> list[Found]:
+        kind = (
+            kind
+            or {
+                "onebit_adam": steps.OneBitAdam,
+                "zero_one_adam": steps.ZeroOneAdam,
+                "onebit_lamb": steps.OneBitLamb,
+            }[name]
+        )
+        decay = cases.COMMON["weight_decay"]
+        options = {**cases.COMMON, **cases.OPTIONS[name], "weight_decay": [decay, decay, 0.0]}
+        opt = kind(cases.parameters(world), world, **{**options, "masks": [1, 1, cases.MASK], **changes})
         found: list[Found] = [{} for _ in range(world)]
         paths: list[list[np.ndarray]] = [[] for _ in range(world)]
         for step in range(1, cases.STEPS + 1):
-            grads = [convert(cases.gradients(world, rank, step)) for rank in range(world)]
-            results = lockstep([opt.stages(*each) for each in zip(params, grads, states, strict=True)])
-            params, states = [p for p, _ in results], [s for _, s in results]
-            for rank, (p, s) in enumerate(results):
-                paths[rank].append(np.concatenate([np.asarray(x).ravel() for x in p]))
+            of_ranks = [cases.gradients(world, rank, step) for rank in range(world)]
+            opt.step([np.stack(of_tensor) for of_tensor in zip(*of_ranks, strict=True)], cases.rate(step - 1))
+            for rank, path in enumerate(paths):
+                path.append(np.concatenate([x[rank].ravel() for x in opt.x]))
                 if step in cases.SNAPSHOTS:
-                    found[rank] |= {f"{name}/{step}/{key}": x for key, x in held(s).items()}
+                    found[rank] |= {f"{name}/{step}/{key}": x for key, x in opt.held(rank).items()}
         for rank, path in enumerate(paths):
             found[rank][f"{name}/params"] = np.stack(path)
         return found
@@ -109,9 +94,7 @@ def distance() -> Callable[[str, list[Found], list[Found]], dict[str, float]]:
             for key in (key for key in t if key.startswith(f"{name}/")):
                 kind = key.rpartition("/")[2].partition(".")[0]
                 other = o.get(key)
-                if other is None or other.size == 0:
-                    assert not t[key].any(), key
-                    continue
+                other = np.zeros_like(t[key]) if other is None else other
                 assert other.shape == t[key].shape, key
                 apart = np.abs(t[key].astype(np.float64) - other).max() / max(1.0, np.abs(t[key]).max())
                 largest[kind] = max(largest.get(kind, 0.0), float(apart))

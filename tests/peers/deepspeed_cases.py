@@ -1,4 +1,4 @@
-"""The inputs of both the original and the compat mode: parameters, gradients, learning rates, options."""
+"""The inputs of both the original and its steps in NumPy: parameters, gradients, learning rates, options."""
 
 from typing import Any
 

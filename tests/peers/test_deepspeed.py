@@ -1,4 +1,4 @@
-"""The compat mode against DeepSpeed itself, where DeepSpeed is installed: ``make test-peers``."""
+"""DeepSpeed's steps in NumPy against DeepSpeed itself, where DeepSpeed is installed: ``make test-peers``."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec

@@ -12,9 +12,6 @@ from qcomp.backends.cupy_cuda.launches import CudaKernels, Launch
 from qcomp.backends.cupy_cuda.sources import source
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["KERNELS", "OPTIONS", "CupyKernels", "CupyRuntime"]
-
-
 OPTIONS = ("--std=c++17", "--fmad=false")
 """Compiler options. Results depend neither on them nor on those that CuPy adds; see ``arithmetic.cuh``."""
 

@@ -17,8 +17,6 @@ from qcomp.core.numeric.buckets import bucket_count, padded_size
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["CudaKernels", "Launch", "Runtime"]
-
 Scalars = tuple[np.generic, ...]
 
 _GROUP = 32
@@ -67,14 +65,6 @@ class Runtime(Protocol):
 class CudaKernels:
     """The kernels of this package, for a runtime's C-contiguous arrays of float32, float16 or bfloat16.
 
-    Parameters
-    ----------
-    name : str
-        The name of the kernel set.
-    runtime : Runtime
-
-    Notes
-    -----
     Nothing waits for the device. When an encoder returns, the host does not know yet whether x is refused. So an
     encoder never overwrites the old residual: if ``out`` is the old residual, the new one is a new array.
     """

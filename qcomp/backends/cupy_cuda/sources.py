@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-__all__ = ["DTYPES", "HEADERS", "KERNELS", "kernel_name", "read", "source"]
-
 HEADERS = ("arithmetic.cuh", "elements.cuh", "buckets.cuh", "inputs.cuh")
 """Included before every kernel, in this order."""
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from qcomp.core.numeric.arrays import bitcast, divide, flush, sqrt
 
-__all__ = ["adam_step", "finish_mean", "frozen_step", "momentum", "scalars"]
-
 Array = Any  # as the functions of JAX take it
 
 

@@ -13,9 +13,6 @@ from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, is_traced
 from qcomp.core.numeric.random import Key, draws_are_replaced
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["KERNELS", "JaxKernels"]
-
-
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

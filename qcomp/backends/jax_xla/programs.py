@@ -21,8 +21,6 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["arguments_of", "decoder", "encoder"]
-
 Program = Callable[..., Any]
 
 PROGRAMS = 512

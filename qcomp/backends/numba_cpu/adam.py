@@ -22,8 +22,6 @@ from qcomp.backends.numba_cpu.primitives import ZERO, F, mix
 from qcomp.backends.numba_cpu.tables import floats_at
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 
-__all__ = ["adam_steps", "frozen_steps"]
-
 _RUN = 1 << 10
 """Elements per pass, few enough that the runs of all arrays stay in the first-level cache."""
 

@@ -16,38 +16,17 @@ from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.drivers import Own
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Kernel
 from qcomp.backends.numba_cpu.primitives import FRESH, IN_PLACE, NO_RESIDUAL, OVER_INPUT
-from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
     RESIDUAL,
     RESIDUAL_OUT,
     Decoded,
     ToEncode,
     address,
-    decoded_vectors,
     encoded_vectors,
 )
 from qcomp.backends.numba_cpu.vectors import largest_sum
 from qcomp.core.numeric.arrays import LIMIT
-
-__all__ = [
-    "NO_MOMENTUM",
-    "DecodeRun",
-    "Decoder",
-    "EncodeRun",
-    "Encoder",
-    "Mix",
-    "Weights",
-    "average",
-    "compress_mean",
-    "decode",
-    "decode_run",
-    "decoder_of",
-    "encode",
-    "encode_run",
-    "encoder_of",
-    "run_decoder",
-    "run_encoder",
-]
+from qcomp.core.numeric.random import Key
 
 Weights = tuple[float, float]
 """keep and new: with a momentum m, keep * m + new * x is compressed instead of x, with both rounded to its dtype."""
@@ -75,19 +54,10 @@ the ranks. With ``accumulate`` it adds them to the vectors, with ``streams`` it 
 def encode_run(
     kernel: Kernel, bucket_size: int, own: Own | Callable[[np.dtype[Any]], Own] = (), *, scratch: int = 0
 ) -> EncodeRun:
-    """Return the function that calls a family's encoder.
+    """Return the function that calls a family's encoder, a kernel of `drivers`.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        From `qcomp.backends.numba_cpu.drivers`.
-    bucket_size : int
-        Elements that a bucket takes from a vector.
-    own : tuple or callable, optional
-        The family's own arguments, or a function that returns them for vectors of a dtype, with scratch arrays that no
-        other thread uses.
-    scratch : int, optional
-        How many floats of scratch the kernel needs besides those for a bucket.
+    ``own`` are the family's own arguments, or a function that returns them for vectors of a dtype, with scratch arrays
+    that no other thread uses. ``scratch`` is how many floats the kernel needs besides those for a bucket.
     """
 
     def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
@@ -114,6 +84,21 @@ def decode_run(kernel: Kernel, bucket_size: int, own: Own | Callable[[np.dtype[A
     return run
 
 
+class CompressorKernels(NamedTuple):
+    """The kernels of a compressor."""
+
+    bucket_size: int
+    """Elements of a vector that the kernels treat as a bucket."""
+    encode: Callable[[Key | None], EncodeRun | None]
+    """Returns the kernel that compresses with a key's draws; None if the pure version would draw in another way."""
+    decode: DecodeRun
+
+    @classmethod
+    def without_draws(cls, bucket_size: int, encode: EncodeRun, decode: DecodeRun) -> CompressorKernels:
+        """Return the kernels of a compressor that ignores the key."""
+        return cls(bucket_size, lambda _: encode, decode)
+
+
 class Encoder(NamedTuple):
     """Compresses one given array into a payload."""
 
@@ -126,27 +111,12 @@ class Encoder(NamedTuple):
     """The weights of the momentum that x is blended into and of x, or None without a momentum."""
 
 
-class Decoder(NamedTuple):
-    """Decompresses a payload into one given array."""
-
-    run: DecodeRun
-    bucket_size: int
-    """Elements of the array in a bucket."""
-    out: Floats
-    vectors: Decoded
-
-
 def encoder_of(
     run: EncodeRun, bucket_size: int, x: Floats, data_out: Bytes, blend: Mix | None, bucket: int = 0
 ) -> Encoder:
     """Return the encoder of one array, whose draws begin at bucket ``bucket``."""
     m, weights = (None, None) if blend is None else (blend[0], blend[1:])
     return Encoder(run, bucket_size, x, encoded_vectors(x, bucket_size, data_out, m, bucket), weights)
-
-
-def decoder_of(run: DecodeRun, bucket_size: int, data: Bytes, out: Floats) -> Decoder:
-    """Return the decoder of one payload."""
-    return Decoder(run, bucket_size, out, decoded_vectors([data], bucket_size, out))
 
 
 def run_encoder(run: EncodeRun, bucket_size: int, vectors: ToEncode, mode: int, weights: Weights) -> bool:
@@ -201,12 +171,6 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
     encoder.vectors.rows[0, RESIDUAL] = address(residual)
     encoder.vectors.rows[0, RESIDUAL_OUT] = address(residual_out)
     return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, mode, weights)
-
-
-def decode(decoder: Decoder, *, accumulate: bool = False) -> None:
-    """Decompress a payload into an array, or add it to the array."""
-    streams = not accumulate and pays(decoder.out.size)
-    run_decoder(decoder.run, decoder.bucket_size, decoder.vectors, accumulate=accumulate, streams=streams)
 
 
 def average(decode: DecodeRun, bucket_size: int, vectors: Decoded) -> None:

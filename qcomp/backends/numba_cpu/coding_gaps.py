@@ -14,8 +14,6 @@ from qcomp.core.coding.gaps import FIRST_LOWEST, FIRST_RATIO, LARGEST, SMALLEST,
 from qcomp.core.compressors.sparse_levels import DROPPED_BITS
 from qcomp.core.errors import PayloadError
 
-__all__ = ["decode", "encode"]
-
 LOST = -1
 """A reader's position after it has met an invalid code."""
 LONGEST_HALF = 12

@@ -12,8 +12,6 @@ from qcomp.core.coding.elias import omega
 from qcomp.core.coding.qsgd_codes import DENSE, SPARSE
 from qcomp.core.errors import PayloadError
 
-__all__ = ["decode", "encode"]
-
 TABULATED = 1 << 10
 """A table holds the codewords of all smaller numbers, with their lengths in the lowest bits."""
 LENGTH_BITS = 6

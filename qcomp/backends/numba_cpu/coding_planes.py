@@ -9,8 +9,6 @@ from qcomp.backends.numba_cpu.jit import Bytes, Codes, Halves, borrow, inline, k
 from qcomp.backends.numba_cpu.primitives import bucket_length
 from qcomp.core.numeric.buckets import padded_size
 
-__all__ = ["pack", "unpack"]
-
 
 def unpack(packed: memoryview, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
     """See `qcomp.core.coding.PURE`."""

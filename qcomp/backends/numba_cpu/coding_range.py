@@ -16,8 +16,6 @@ from qcomp.core.coding.model import UNITS_BITS, Model
 from qcomp.core.coding.rans import LOW
 from qcomp.core.errors import PayloadError
 
-__all__ = ["as_int", "count_classes", "first_invalid", "pop", "push"]
-
 UNITS = 1 << UNITS_BITS
 LIMIT_SHIFT = 32 - UNITS_BITS
 BEFORE, PLAIN, LEVEL = UNITS_BITS + 1, 2 * UNITS_BITS + 1, 2 * UNITS_BITS + 6

@@ -3,8 +3,6 @@
 from qcomp.backends.numba_cpu import coding_gaps, coding_paper, coding_planes, coding_range
 from qcomp.core.kernels import Coders
 
-__all__ = ["CODERS"]
-
 CODERS = Coders(
     name="numba",
     unpack=coding_planes.unpack,

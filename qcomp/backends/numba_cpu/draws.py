@@ -7,8 +7,6 @@ import numpy as np
 from qcomp.backends.numba_cpu.jit import Halves, Words, inline
 from qcomp.backends.numba_cpu.primitives import U
 
-__all__ = ["philox", "spread", "spread_64"]
-
 L = np.uint64
 
 

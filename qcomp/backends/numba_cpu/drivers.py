@@ -26,8 +26,6 @@ from qcomp.backends.numba_cpu.primitives import (
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 from qcomp.backends.numba_cpu.tables import input_vectors, output_vectors, run_of
 
-__all__ = ["ADD", "ADD_AGAIN", "WRITE", "Layout", "Own", "decoder", "encoder"]
-
 Own = tuple[Any, ...]
 """A family's own arguments of a kernel."""
 Layout = tuple[int, ...]

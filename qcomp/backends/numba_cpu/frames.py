@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun
-from qcomp.backends.numba_cpu.identity import RUN, decode_identity, encode_identity
+from qcomp.backends.numba_cpu.codec import CompressorKernels
+from qcomp.backends.numba_cpu.identity import identity_kernels
 from qcomp.backends.numba_cpu.jit import Longs
-from qcomp.backends.numba_cpu.lloyd_max import decode_lloyd_max, encode_lloyd_max
-from qcomp.backends.numba_cpu.minmax import decode_minmax, encode_minmax
-from qcomp.backends.numba_cpu.qsgd import encode_qsgd
-from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd
-from qcomp.backends.numba_cpu.sign import decode_sign, encode_sign
+from qcomp.backends.numba_cpu.lloyd_max import lloyd_max_kernels
+from qcomp.backends.numba_cpu.minmax import minmax_kernels
+from qcomp.backends.numba_cpu.qsgd import qsgd_kernels
+from qcomp.backends.numba_cpu.sign import sign_kernels
 from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
     DATA,
@@ -27,7 +26,7 @@ from qcomp.backends.numba_cpu.tables import (
     ToEncode,
     ends_of,
 )
-from qcomp.backends.numba_cpu.topk import decode_topk, encode_topk
+from qcomp.backends.numba_cpu.topk import topk_kernels
 from qcomp.core.compressors import (
     QSGD,
     Identity,
@@ -40,35 +39,22 @@ from qcomp.core.compressors import (
 )
 from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.mean.framing import Frame
-from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
-
-__all__ = ["Alike", "CompressorKernels", "FramePlan", "kernels_of", "plan_of"]
-
-
-class CompressorKernels(NamedTuple):
-    """The kernels of a compressor."""
-
-    bucket_size: int
-    """Elements of a vector that the kernels treat as a bucket."""
-    encode: Callable[[Key | None], EncodeRun | None]
-    """Returns the kernel that compresses with a key's draws; None if the pure version would draw in another way."""
-    decode: DecodeRun
 
 
 def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
-    """Return the kernels of a compressor, or None if there are none."""
+    """Return the kernels of a compressor, which are kept, or None if there are none."""
     c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
     if kind is Identity:
-        return _identity_kernels()
+        return identity_kernels()
     if isinstance(c, ScaledSign) and kind is ScaledSign:
-        return _sign_kernels(c.bucket_size, c.scale)
+        return sign_kernels(c.bucket_size, c.scale)
     if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
-        return _minmax_kernels(c.bucket_size)
+        return minmax_kernels(c.bucket_size)
     if isinstance(c, LloydMax) and kind is LloydMax and c.coder is None:
-        return _lloyd_max_kernels(c.bits, c.bucket_size)
+        return lloyd_max_kernels(c.bits, c.bucket_size)
     if isinstance(c, TopK) and kind is TopK and c.coder is None:
-        return _topk_kernels(c.k, c.bucket_size, c.value_bits)
+        return topk_kernels(c.k, c.bucket_size, c.value_bits)
     return _of_inner(c)
 
 
@@ -81,60 +67,8 @@ def _of_inner(c: AnyCompressor) -> CompressorKernels | None:
     if isinstance(c, Scaled) and type(c) is Scaled:
         factor, c = c.factor, c.compressor
     if isinstance(c, QSGD) and type(c) in (QSGD, WideQSGD):
-        return _qsgd_kernels(c.levels, c.bucket_size, c.norm, factor, held)
+        return qsgd_kernels(c.levels, c.bucket_size, c.norm, factor, held)
     return None
-
-
-# Cached, since for a small vector making these takes longer than using them.
-
-
-@lru_cache(1)
-def _identity_kernels() -> CompressorKernels:
-    encode = encode_identity()
-    return CompressorKernels(RUN, lambda key: encode, decode_identity())  # noqa: ARG005
-
-
-@lru_cache(256)
-def _sign_kernels(bucket_size: int, scale: Literal["l1", "rms"]) -> CompressorKernels:
-    encode = encode_sign(bucket_size, scale)
-    return CompressorKernels(bucket_size, lambda key: encode, decode_sign(bucket_size))  # noqa: ARG005
-
-
-@lru_cache(256)
-def _minmax_kernels(bucket_size: int) -> CompressorKernels:
-    encode = encode_minmax(bucket_size)
-    return CompressorKernels(bucket_size, lambda key: encode, decode_minmax(bucket_size))  # noqa: ARG005
-
-
-@lru_cache(256)
-def _lloyd_max_kernels(bits: int, bucket_size: int) -> CompressorKernels:
-    encode = encode_lloyd_max(bits, bucket_size)
-    return CompressorKernels(bucket_size, lambda key: encode, decode_lloyd_max(bits, bucket_size))  # noqa: ARG005
-
-
-@lru_cache(256)
-def _topk_kernels(k: int, bucket_size: int, value_bits: int) -> CompressorKernels:
-    encode = encode_topk(k, bucket_size, value_bits)
-    return CompressorKernels(bucket_size, lambda key: encode, decode_topk(k, bucket_size, value_bits))  # noqa: ARG005
-
-
-@lru_cache(256)
-def _qsgd_kernels(
-    levels: int, bucket_size: int, norm: Literal["max", "l2"], factor: float | None, held: int | None
-) -> CompressorKernels:
-    """Return the kernels of QSGD, optionally with a factor, and with buckets filled up with zeros."""
-
-    def encode(key: Key | None) -> EncodeRun | None:
-        if key is None or draws_are_replaced():
-            return None
-        words = fold_key(key, like=_LIKE)
-        return encode_qsgd(levels, bucket_size, norm, words, key.hop, factor=factor, held=held)
-
-    decode = decode_qsgd(levels, bucket_size, factor=factor, held=held)
-    return CompressorKernels(held or bucket_size, encode, decode)
-
-
-_LIKE = np.empty(0, dtype=np.float32)
 
 
 class Alike(NamedTuple):

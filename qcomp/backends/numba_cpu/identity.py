@@ -9,9 +9,11 @@ Memory bandwidth is the limit; checking the values takes no pass of its own.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, Weights
+from qcomp.backends.numba_cpu.codec import CompressorKernels, Weights
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
     EXACT_LIMIT,
@@ -28,33 +30,26 @@ from qcomp.backends.numba_cpu.primitives import (
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
 from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
 
-__all__ = ["RUN", "decode_identity", "encode_identity"]
-
 RUN = 1 << 10
 """Elements that the kernels treat as a bucket, few enough to stay in the first-level cache."""
 
 
-def encode_identity() -> EncodeRun:
-    """Return a function that copies vectors into payloads."""
+@lru_cache(1)
+def identity_kernels() -> CompressorKernels:
+    """Return the kernels of `qcomp.Identity`."""
 
-    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        scratch = np.empty(RUN, vectors.dtype)
-        failed: int = _encode.of(vectors.dtype).compiled(
-            vectors.rows, vectors.ends, mode, *weights, first, last, scratch
-        )
+    def encode(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
+        *table, dtype = vectors
+        failed: int = _encode.of(dtype).compiled(*table, mode, *weights, first, last, np.empty(RUN, dtype))
         return failed
 
-    return run
-
-
-def decode_identity() -> DecodeRun:
-    """Return a function that copies payloads into vectors."""
-
-    def run(vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int) -> None:
+    def decode(
+        vectors: Decoded, accumulate: bool, streams: bool, finish: bool, first: int, last: int
+    ) -> None:
         *table, dtype = vectors
         _decode.of(dtype).compiled(*table, accumulate, streams, finish, first, last, np.empty(RUN, dtype))
 
-    return run
+    return CompressorKernels.without_draws(RUN, encode, decode)
 
 
 # Values are copied as bytes, since a payload may be at any address.

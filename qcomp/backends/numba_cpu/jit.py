@@ -24,20 +24,6 @@ from qcomp.private_names.numba import cache_of, use_cache, value_of
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "Bytes",
-    "Codes",
-    "Floats",
-    "Halves",
-    "Kernel",
-    "Longs",
-    "Words",
-    "borrow",
-    "inline",
-    "inline_always",
-    "kernel",
-]
-
 Floats = NDArray[np.float32]
 """All floats of a call are float32 or all are float64. Annotations name float32 for both."""
 Words = NDArray[np.uint32]

@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from qcomp.backends.numba_cpu.adam import adam_steps, frozen_steps
 from qcomp.backends.numba_cpu.codec import (
     NO_MOMENTUM,
+    CompressorKernels,
     average,
     compress_mean,
-    decode,
-    decoder_of,
     encode,
     encoder_of,
     run_decoder,
     run_encoder,
 )
-from qcomp.backends.numba_cpu.frames import CompressorKernels, kernels_of, plan_of
+from qcomp.backends.numba_cpu.frames import kernels_of, plan_of
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
 from qcomp.backends.numba_cpu.low_rank import compensate, next_factor, orthonormal, take_low_rank
 from qcomp.backends.numba_cpu.memory import empties, empty, message
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
+from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
     MOMENTUM,
     RESIDUAL,
@@ -51,9 +51,6 @@ from qcomp.core.numeric.arrays import Array, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.primitives import refusal
 from qcomp.core.traits import AnyCompressor
-
-__all__ = ["KERNELS", "NumbaKernels"]
-
 
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -125,7 +122,13 @@ class NumbaKernels:
         kernels = kernels_of(compressor)
         if kernels is None:
             return None
-        decode(decoder_of(kernels.decode, kernels.bucket_size, _bytes(data), values), accumulate=accumulate)
+        run_decoder(
+            kernels.decode,
+            kernels.bucket_size,
+            decoded_vectors([_bytes(data)], kernels.bucket_size, values),
+            accumulate=accumulate,
+            streams=not accumulate and pays(values.size),
+        )
         return target
 
     def empty_like(self, x: Array) -> Array | None:

@@ -9,11 +9,12 @@ Bytes read and written per element, with b bits: encode with feedback 8 and 4 + 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
+from qcomp.backends.numba_cpu.codec import CompressorKernels, decode_run, encode_run
 from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, inline, inline_always
 from qcomp.backends.numba_cpu.packing import codes_and_scales, empty_codes, pack, unpack
@@ -35,8 +36,6 @@ from qcomp.backends.numba_cpu.primitives import (
     with_sign,
 )
 from qcomp.core.compressors.lloyd_max import LEVELS, THRESHOLDS
-
-__all__ = ["decode_lloyd_max", "encode_lloyd_max"]
 
 
 @inline
@@ -149,21 +148,17 @@ _encode = encoder("encode_lloyd_max", "(int64, f32, f32, u8)", _layout, _encode_
 _decode = decoder("decode_lloyd_max", "(int64, f32, u8, f32)", _layout, _decode_bucket)
 
 
-def encode_lloyd_max(bits: int, bucket_size: int) -> EncodeRun:
-    """Return a function that compresses vectors to the levels for this many bits."""
+@lru_cache(256)
+def lloyd_max_kernels(bits: int, bucket_size: int) -> CompressorKernels:
+    """Return the kernels of `qcomp.LloydMax` without a coder."""
 
-    def own(dtype: np.dtype[Any]) -> Own:
+    def encodes(dtype: np.dtype[Any]) -> Own:
         levels, thresholds = (np.asarray(table[bits], dtype) for table in (LEVELS, THRESHOLDS))
         return bits, levels, thresholds, empty_codes(bucket_size, bits)
 
-    return encode_run(_encode, bucket_size, own, scratch=2 * bucket_size)
-
-
-def decode_lloyd_max(bits: int, bucket_size: int) -> DecodeRun:
-    """Return a function that decompresses payloads of levels of this many bits."""
-
-    def own(dtype: np.dtype[Any]) -> Own:
+    def decodes(dtype: np.dtype[Any]) -> Own:
         levels = np.asarray(LEVELS[bits], dtype)
         return bits, levels, empty_codes(bucket_size, bits), np.empty(2 * levels.size, dtype)
 
-    return decode_run(_decode, bucket_size, own)
+    encode = encode_run(_encode, bucket_size, encodes, scratch=2 * bucket_size)
+    return CompressorKernels.without_draws(bucket_size, encode, decode_run(_decode, bucket_size, decodes))

@@ -22,8 +22,6 @@ from qcomp.backends.numba_cpu.primitives import (
     truncate_last_bit,
 )
 
-__all__ = ["compensate", "next_factor", "orthonormal", "take_low_rank"]
-
 _RUN = 1 << 12
 """Elements per pass, few enough to stay in the first-level cache between loops over them."""
 
@@ -75,14 +73,7 @@ def orthonormal(rows: Floats, count: int, out: Floats) -> None:
 
 
 def next_factor(new: Floats, old: Floats, count: int, out: Floats) -> None:
-    """Let out = each new row divided by a power of two, or the old row; see `qcomp.core.numeric.low_rank.next_factor`.
-
-    Parameters
-    ----------
-    new, old, out : array, shape (count * length,)
-    count : int
-        At least 1.
-    """
+    """Let out = each of ``count`` new rows divided by a power of two, or the old row, as the pure version does."""
     _next_factor.of(new.dtype)(new, old, out, count)
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["empties", "empty", "message", "release_memory"]
-
 _LARGE = 1 << 20
 """Bytes of the smallest buffers that are reused; smaller ones are left to the allocator of the C library."""
 _KEPT = 256 << 20

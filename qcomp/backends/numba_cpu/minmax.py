@@ -10,12 +10,13 @@ accumulate. Memory bandwidth is nearly the limit; the division is most of the ar
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import extending
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
+from qcomp.backends.numba_cpu.codec import CompressorKernels, decode_run, encode_run
 from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline, inline_always
 from qcomp.backends.numba_cpu.packing import codes_and_scales
@@ -32,8 +33,6 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
 )
 from qcomp.backends.numba_cpu.qsgd import round_up_step
-
-__all__ = ["decode_minmax", "encode_minmax"]
 
 
 @extending.intrinsic
@@ -151,11 +150,8 @@ _encode = encoder(
 _decode = decoder("decode_minmax", "()", _layout, _decode_bucket)
 
 
-def encode_minmax(bucket_size: int) -> EncodeRun:
-    """Return a function that compresses vectors to eight bits per element."""
-    return encode_run(_encode, bucket_size)
-
-
-def decode_minmax(bucket_size: int) -> DecodeRun:
-    """Return a function that decompresses payloads of eight bits per element."""
-    return decode_run(_decode, bucket_size)
+@lru_cache(256)
+def minmax_kernels(bucket_size: int) -> CompressorKernels:
+    """Return the kernels of `qcomp.MinMaxUInt8`."""
+    runs = encode_run(_encode, bucket_size), decode_run(_decode, bucket_size)
+    return CompressorKernels.without_draws(bucket_size, *runs)

@@ -7,8 +7,6 @@ import numpy as np
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, inline
 from qcomp.backends.numba_cpu.primitives import bucket_length
 
-__all__ = ["codes_and_scales", "empty_codes", "pack", "unpack"]
-
 B = np.uint8
 
 

@@ -14,42 +14,6 @@ from numba import extending, types
 
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline
 
-__all__ = [
-    "EXACT_LIMIT",
-    "EXACT_TINY",
-    "FRESH",
-    "IN_PLACE",
-    "LIMIT",
-    "NO_RESIDUAL",
-    "OVER_INPUT",
-    "TINY",
-    "ZERO",
-    "F",
-    "Source",
-    "U",
-    "as_bits",
-    "as_float",
-    "as_signed",
-    "bucket_length",
-    "by_width",
-    "finish",
-    "flush",
-    "largest",
-    "load",
-    "load_scale",
-    "magnitude_bits",
-    "mix",
-    "power_of_two_below",
-    "rounding",
-    "scaled_squares",
-    "store_scale",
-    "too_large",
-    "top_bit",
-    "tree_sum",
-    "truncate_last_bit",
-    "with_sign",
-]
-
 F = np.float32
 U = np.uint32
 TINY = F(2.0**-126)

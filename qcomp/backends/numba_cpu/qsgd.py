@@ -10,11 +10,12 @@ Arithmetic is the limit: ten rounds of Philox for eight elements and a division 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import EncodeRun, Weights
+from qcomp.backends.numba_cpu.codec import CompressorKernels, EncodeRun, Weights
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.packing import empty_codes, pack
@@ -37,66 +38,48 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
     with_sign,
 )
-from qcomp.backends.numba_cpu.qsgd_decoder import scaled
+from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd, scaled
 from qcomp.backends.numba_cpu.tables import ToEncode, input_vectors, run_of
-
-__all__ = ["encode_qsgd", "round_up_step"]
+from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 BATCH = 1 << 9
 """Elements per batch: several whole buckets if these are small, so that loops are long enough. Reading memory in pieces
 of at most a page lets prefetching go on during the arithmetic."""
 
 
-def encode_qsgd(
-    levels: int,
-    bucket_size: int,
-    norm: Literal["max", "l2"],
-    key: tuple[int, int],
-    hop: int,
-    *,
-    factor: float | None = None,
-    held: int | None = None,
-) -> EncodeRun:
-    """Return a function that compresses vectors to levels and steps.
+@lru_cache(256)
+def qsgd_kernels(
+    levels: int, bucket_size: int, norm: Literal["max", "l2"], factor: float | None, held: int | None
+) -> CompressorKernels:
+    """Return the kernels of QSGD.
 
-    Parameters
-    ----------
-    levels, bucket_size, norm
-        See `qcomp.QSGD`.
-    key : tuple of two int
-        The words of the stream, from `qcomp.core.numeric.random.fold_key`.
-    hop : int
-        ``hop`` of the key.
-    factor : float, optional
-        The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it. A factor that rounds to
-        1 still counts as one.
-    held : int, optional
-        How many elements a bucket takes from a vector, as in `qcomp.WholeFields`; the rest of the bucket is zeros. By
-        default all.
+    ``factor`` multiplies decoded values, as in `qcomp.Scaled`; one that rounds to 1 still counts. Of a bucket, ``held``
+    elements are from a vector and the rest are zeros, as in `qcomp.WholeFields`; None stands for all.
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
-    options = bucket_size, held or bucket_size, levels, bits, l2, *key, hop
+    room = max(bucket_size, BATCH)
     kernel = _encode if bits <= 8 else _encode_wide
 
-    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
-        room = max(bucket_size, BATCH)
-        codes = empty_codes(room, bits)
-        scratch = np.empty(3 * room, vectors.dtype)
-        failed: int = kernel.of(vectors.dtype).compiled(
-            vectors.rows,
-            vectors.ends,
-            mode,
-            *weights,
-            *options,
-            first,
-            last,
-            codes,
-            scratch,
-            factor or 0.0,
-        )
-        return failed
+    def encode(key: Key | None) -> EncodeRun | None:
+        if key is None or draws_are_replaced():
+            return None
+        words = fold_key(key, like=_LIKE)
+        options = bucket_size, held or bucket_size, levels, bits, l2, *words, key.hop
 
-    return run
+        def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
+            *table, dtype = vectors
+            codes, scratch = empty_codes(room, bits), np.empty(3 * room, dtype)
+            failed: int = kernel.of(dtype).compiled(
+                *table, mode, *weights, *options, first, last, codes, scratch, factor or 0.0
+            )
+            return failed
+
+        return run
+
+    return CompressorKernels(held or bucket_size, encode, decode_qsgd(levels, bucket_size, factor, held))
+
+
+_LIKE = np.empty(0, dtype=np.float32)
 
 
 @inline

@@ -21,8 +21,6 @@ from qcomp.backends.numba_cpu.primitives import (
     truncate_last_bit,
 )
 
-__all__ = ["decode_qsgd", "scaled"]
-
 
 @inline
 def scaled(x: np.float32, factor: np.float32) -> np.float32:
@@ -102,10 +100,8 @@ _decode, _decode_wide = (
 """For codes of up to 8 bits and of up to 16."""
 
 
-def decode_qsgd(
-    levels: int, bucket_size: int, *, factor: float | None = None, held: int | None = None
-) -> DecodeRun:
-    """Return a function that decompresses payloads of levels and steps; see `encode_qsgd`."""
+def decode_qsgd(levels: int, bucket_size: int, factor: float | None, held: int | None) -> DecodeRun:
+    """Return a function that decompresses payloads of levels and steps; see `qsgd_kernels`."""
     bits, filled = levels.bit_length() + 1, held or bucket_size
     settings = bucket_size, filled, bits, factor or 0.0
     kernel = _decode if bits <= 8 else _decode_wide

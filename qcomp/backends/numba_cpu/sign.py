@@ -10,11 +10,12 @@ new residual), but only the first pass reads it from memory.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
+from qcomp.backends.numba_cpu.codec import CompressorKernels, decode_run, encode_run
 from qcomp.backends.numba_cpu.drivers import Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, inline, inline_always
 from qcomp.backends.numba_cpu.packing import codes_and_scales
@@ -32,8 +33,6 @@ from qcomp.backends.numba_cpu.primitives import (
     tree_sum,
     with_sign,
 )
-
-__all__ = ["decode_sign", "encode_sign"]
 
 
 @inline
@@ -156,11 +155,8 @@ _encode = encoder("encode_sign", "(boolean,)", _layout, _encode_bucket, pads=Tru
 _decode = decoder("decode_sign", "()", _layout, _decode_bucket)
 
 
-def encode_sign(bucket_size: int, scale: Literal["l1", "rms"]) -> EncodeRun:
-    """Return a function that compresses vectors to signs and scales."""
-    return encode_run(_encode, bucket_size, (scale == "rms",), scratch=bucket_size)
-
-
-def decode_sign(bucket_size: int) -> DecodeRun:
-    """Return a function that decompresses payloads of signs and scales."""
-    return decode_run(_decode, bucket_size)
+@lru_cache(256)
+def sign_kernels(bucket_size: int, scale: Literal["l1", "rms"]) -> CompressorKernels:
+    """Return the kernels of `qcomp.ScaledSign`."""
+    encode = encode_run(_encode, bucket_size, (scale == "rms",), scratch=bucket_size)
+    return CompressorKernels.without_draws(bucket_size, encode, decode_run(_decode, bucket_size))

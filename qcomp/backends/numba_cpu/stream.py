@@ -16,8 +16,6 @@ from numba import extending, types
 from qcomp.backends.numba_cpu.jit import Floats, inline
 from qcomp.backends.numba_cpu.primitives import by_width
 
-__all__ = ["finish_streams", "pays", "stream"]
-
 _LANES = 8
 """Elements of a vector store: 32 bytes in float32, which every x86 with AVX supports; else the compiler splits it."""
 _LARGE = 1 << 23

@@ -19,29 +19,6 @@ from numba import extending, types
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, kernel
 from qcomp.core.numeric.arrays import dtype_name
 
-__all__ = [
-    "DATA",
-    "MOMENTUM",
-    "OUT",
-    "RESIDUAL",
-    "RESIDUAL_OUT",
-    "VALUES",
-    "Decoded",
-    "ToEncode",
-    "address",
-    "addresses",
-    "addresses_of_bytes",
-    "computed_dtype",
-    "decoded_vectors",
-    "encoded_vectors",
-    "ends_of",
-    "floats_at",
-    "input_vectors",
-    "is_of_torch",
-    "output_vectors",
-    "run_of",
-]
-
 VALUES, RESIDUAL, RESIDUAL_OUT, MOMENTUM, DATA = range(5)
 """The columns of addresses in `ToEncode.rows`."""
 OUT = 0

@@ -15,8 +15,6 @@ from typing import TypeVar
 
 import numba
 
-__all__ = ["default_threads", "get_num_threads", "run", "set_num_threads"]
-
 _Result = TypeVar("_Result")
 
 _LEAST_ELEMENTS = 1 << 16

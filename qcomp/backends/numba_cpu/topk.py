@@ -11,11 +11,12 @@ threshold of the bucket before. Only these candidates are compared with each oth
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import DecodeRun, EncodeRun, decode_run, encode_run
+from qcomp.backends.numba_cpu.codec import CompressorKernels, decode_run, encode_run
 from qcomp.backends.numba_cpu.coding_range import as_int
 from qcomp.backends.numba_cpu.drivers import ADD, WRITE, Layout, Own, decoder, encoder
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, inline_always
@@ -38,8 +39,6 @@ from qcomp.backends.numba_cpu.primitives import (
 )
 from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressors.sparse_levels import DROPPED_BITS
-
-__all__ = ["decode_topk", "encode_topk"]
 
 EXACT = 32
 """The bits of a value that is not rounded."""
@@ -327,24 +326,16 @@ _encode = encoder("encode_topk", "(int64, int64, int64, i64)", _layout, _encode_
 _decode = decoder("decode_topk", "(int64, int64, int64)", _layout, _decode_bucket)
 
 
-def encode_topk(k: int, bucket_size: int, value_bits: int) -> EncodeRun:
-    """Return a function that compresses vectors to their largest elements."""
-    width = _width(bucket_size, value_bits)
+@lru_cache(256)
+def topk_kernels(k: int, bucket_size: int, value_bits: int) -> CompressorKernels:
+    """Return the kernels of `qcomp.TopK` without a coder."""
+    width = bytes_below(bucket_size << (0 if value_bits == EXACT else value_bits))
 
-    def own(_: np.dtype[Any]) -> Own:
+    def encodes(_: np.dtype[Any]) -> Own:
         found = np.empty(2 * bucket_size + 2, dtype=np.int64)
         found[-1] = -1  # the guess: there is none yet
         return k, value_bits, width, found
 
-    return encode_run(_encode, bucket_size, own, scratch=2 * bucket_length(k))
-
-
-def decode_topk(k: int, bucket_size: int, value_bits: int) -> DecodeRun:
-    """Return a function that decompresses payloads of largest elements."""
-    own = k, value_bits, _width(bucket_size, value_bits)
-    return decode_run(_decode, bucket_size, own)
-
-
-def _width(bucket_size: int, value_bits: int) -> int:
-    """Return the bytes of an entry."""
-    return bytes_below(bucket_size << (0 if value_bits == EXACT else value_bits))
+    encode = encode_run(_encode, bucket_size, encodes, scratch=2 * bucket_length(k))
+    decode = decode_run(_decode, bucket_size, (k, value_bits, width))
+    return CompressorKernels.without_draws(bucket_size, encode, decode)

@@ -24,8 +24,6 @@ from qcomp.backends.numba_cpu.primitives import (
     mix,
 )
 
-__all__ = ["descend", "finish_mean", "in_range", "largest_sum", "momentum", "nesterov", "scale"]
-
 _RUN = 1 << 12
 """A thread's share is a multiple of this many elements."""
 
@@ -33,14 +31,7 @@ _RUN = 1 << 12
 def largest_sum(x: Floats, y: Floats) -> float:
     """Return the largest ``|x_i| + |y_i|``, rounded to their dtype; NaN if one is NaN, 0 if the arrays are empty.
 
-    Parameters
-    ----------
-    x, y : array, shape (n,)
-
-    Returns
-    -------
-    float
-        No ``fl(x_i + y_i)`` has a larger magnitude.
+    No ``fl(x_i + y_i)`` has a larger magnitude.
     """
     return _maximum(
         threads.run(lambda a, b: _largest_sum.of(x.dtype)(x, y, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)

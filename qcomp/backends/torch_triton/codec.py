@@ -25,9 +25,6 @@ from qcomp.backends.torch_triton.tiles import (
 from qcomp.core.compressors.bucketed import BucketedCompressor
 from qcomp.core.kernels import Blend
 
-__all__ = ["NO_DRAWS", "Family", "decode", "encode"]
-
-
 NO_DRAWS = (0, 0, 0)
 """The stream of a compressor that draws nothing."""
 

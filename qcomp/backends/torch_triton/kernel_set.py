@@ -22,9 +22,6 @@ from qcomp.core.kernels import Blend, Encoded, StepNumbers
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["KERNELS", "TritonKernels"]
-
-
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # older ones flush subnormal numbers
     raise ImportError(f"Triton 3.4 or newer, which torch 2.8 brings, instead of {triton.__version__}")
 

@@ -29,8 +29,6 @@ from qcomp.backends.torch_triton.tiles import refuse, store_scale
 from qcomp.core.compressors import LloydMax
 from qcomp.core.compressors.lloyd_max import LEVELS, THRESHOLDS
 
-__all__ = ["lloyd_max"]
-
 
 def lloyd_max(c: LloydMax) -> Family:
     """Return the functions of `LloydMax` with codes of fixed width."""

@@ -27,8 +27,6 @@ from qcomp.backends.torch_triton.primitives import (
 from qcomp.backends.torch_triton.tiles import buckets_inside, refuse, store_scale
 from qcomp.core.compressors import MinMaxUInt8
 
-__all__ = ["minmax"]
-
 LARGEST_INT = tl.constexpr(0x7FFFFFFF)
 
 

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from qcomp.backends.torch_triton.tiles import buckets_inside
 
-__all__ = ["clear_gap", "pack", "unpack"]
-
 
 @triton.jit
 def _places(

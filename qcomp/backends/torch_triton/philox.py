@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["draws16"]
-
 
 @triton.jit
 def draws16(

@@ -5,22 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "STRICT",
-    "TOO_LARGE",
-    "as_bits",
-    "as_float",
-    "flush",
-    "magnitude_bits",
-    "negated",
-    "ordered",
-    "rint",
-    "round_up_step",
-    "scaled_squares",
-    "times_factor",
-    "tree_sum",
-]
-
 STRICT = {"enable_fp_fusion": False}
 """Options of every launch: do not fuse multiplications with additions."""
 

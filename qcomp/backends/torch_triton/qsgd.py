@@ -30,18 +30,9 @@ from qcomp.backends.torch_triton.primitives import (
 from qcomp.backends.torch_triton.tiles import refuse, store_scale
 from qcomp.core.compressors import QSGD
 
-__all__ = ["qsgd"]
-
 
 def qsgd(c: QSGD, factor: float | None = None) -> Family:
-    """Return the functions of `QSGD`, or of a `Scaled` one.
-
-    Parameters
-    ----------
-    c : QSGD
-    factor : float, optional
-        The factor of the decoded values, for `qcomp.Scaled`; the payload does not depend on it.
-    """
+    """Return the functions of `QSGD`, or of a `Scaled` one, whose decoded values have a factor."""
     scaled = factor is not None
     return Family(
         c,

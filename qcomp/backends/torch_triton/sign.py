@@ -27,8 +27,6 @@ from qcomp.backends.torch_triton.primitives import (
 from qcomp.backends.torch_triton.tiles import refuse, store_scale
 from qcomp.core.compressors import ScaledSign
 
-__all__ = ["sign"]
-
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 64}
 """Without this limit, code for the rare tail takes more registers, so that fewer warps keep memory busy. Almost nothing
 is spilled."""

@@ -17,20 +17,6 @@ import triton.language as tl
 from qcomp.backends.torch_triton.primitives import TOO_LARGE, flush
 from qcomp.core.numeric.buckets import padded_size
 
-__all__ = [
-    "MAX_BUCKET_SIZE",
-    "Cut",
-    "buckets_inside",
-    "compensated",
-    "cut",
-    "elements_inside",
-    "load_scale",
-    "offsets_in_tile",
-    "refuse",
-    "store_scale",
-    "write",
-]
-
 MAX_BUCKET_SIZE = 1 << 15
 """A program keeps its tile in registers, which hold at most this many elements."""
 _TILE = 512

@@ -13,9 +13,6 @@ from torch import Tensor
 from qcomp.backends.torch_triton.primitives import STRICT, flush
 from qcomp.core.kernels import StepNumbers
 
-__all__ = ["finish_mean", "frozen_step", "momentum"]
-
-
 _RUN = 2048
 """Elements of a program: four 16-byte loads per thread."""
 _OPTIONS = {"RUN": _RUN, "num_warps": 4, **STRICT}

@@ -10,18 +10,6 @@ from qcomp.core.mean.stages import AllToAll, Stages
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 from qcomp.core.reporting import name_ranks
 
-__all__ = [
-    "CopyPart",
-    "Generation",
-    "Route",
-    "carry_stages",
-    "digest_of",
-    "intact",
-    "neighbours",
-    "newest_whole",
-    "survives",
-]
-
 _PIECE = 16 << 20
 """The most bytes of a part in one exchange."""
 
@@ -97,22 +85,10 @@ def neighbours(hosts: Sequence[str]) -> list[int | None]:
 def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[Route]] | None:
     """Return the newest generation whose parts are all in some folder, and the routes of the parts to the ranks.
 
-    Parameters
-    ----------
-    listings : sequence of collections of str
-        The names of the files in each rank's folder; ranks may share a folder.
-
-    Returns
-    -------
-    tuple or None
-        None if the ranks never kept a generation together. A route may begin and end on the same rank. In a world of
-        the same size, each rank gets its own part; otherwise every part goes to some rank, and every rank gets at
-        least one.
-
-    Raises
-    ------
-    FileNotFoundError
-        If all ranks once kept their parts, but no generation is complete any more.
+    ``listings`` has the names of the files in each rank's folder; ranks may share a folder. A route may begin and end
+    on the same rank. In a world of the same size, each rank gets its own part; otherwise every part goes to some rank,
+    and every rank gets at least one. None if the ranks never kept a generation together. Raises FileNotFoundError if
+    all ranks once kept their parts, but no generation is complete any more.
     """
     held: dict[Generation, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     agreed = set()
@@ -173,23 +149,10 @@ def intact(name: str, content: bytes) -> bytes | None:
 def carry_stages(
     routes: Sequence[tuple[int, int, int]], held: Mapping[int, Any], *, rank: int, size: int, like: Array
 ) -> Stages[dict[int, bytearray]]:
-    """Send buffers between ranks in pieces, all routes in parallel.
+    """Send buffers between ranks in pieces, all routes in parallel, and return those that this rank receives.
 
-    Parameters
-    ----------
-    routes : sequence of tuple of int
-        Source, destination and bytes of each buffer; the same on all ranks.
-    held : mapping of int to bytes
-        The buffers that this rank sends, by the number of their route.
-    rank, size : int
-        This rank, and the number of ranks.
-    like : array
-        Gives the library and the device of the exchanged buffers.
-
-    Returns
-    -------
-    dict of int to bytearray
-        The buffers that this rank receives, by the number of their route.
+    A route has the source, the destination and the bytes of a buffer, the same on all ranks. Buffers are known by the
+    numbers of their routes. ``like`` gives the library and the device of the exchanged buffers.
     """
     outgoing: list[list[int]] = [[] for _ in range(size)]
     incoming: list[list[int]] = [[] for _ in range(size)]

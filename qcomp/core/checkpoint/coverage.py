@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["Part", "coverage", "is_within", "require_disjoint"]
-
 Part = tuple[int, int]
 """Where a part of a tensor starts and stops."""
 

@@ -21,33 +21,6 @@ from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.numeric.arrays import Array, array_namespace, device, digest, dtype_name, from_host_bytes
 from qcomp.core.state import OptimizerState
 
-__all__ = [
-    "DIGESTS",
-    "MAKER",
-    "NUMBER",
-    "SCHEMA",
-    "SERVER",
-    "TOPOLOGY",
-    "WORKER",
-    "array_keys",
-    "from_state_dict",
-    "named_arrays",
-    "owned_keys",
-    "read_arrays",
-    "read_scalars",
-    "renamed",
-    "replaced",
-    "require_dtype",
-    "require_fit",
-    "require_intact",
-    "require_keys",
-    "require_sizes",
-    "sealed",
-    "some",
-    "to_arrays",
-    "to_state_dict",
-]
-
 SCHEMA = 1
 """Version of the format."""
 
@@ -134,10 +107,7 @@ def to_arrays(saved: Mapping[str, Any], like: Array) -> dict[str, Array]:
 def read_scalars(saved: Any) -> dict[str, Any]:
     """Return the entries of a saved dict that are not arrays, in their own types, whatever format they were saved in.
 
-    Raises
-    ------
-    ValueError
-        If ``saved`` is not such a dict, lacks an entry, or has a value that no optimizer saves.
+    Raises ValueError if ``saved`` is not such a dict, lacks an entry, or has a value that no optimizer saves.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"saved has a {type(saved).__name__}; expected dicts from state_dict")
@@ -189,12 +159,7 @@ def require_intact(entries: Mapping[str, Any]) -> None:
 def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> dict[str, Any]:
     """Return a dict with the parameters renamed; its digests fit if they fitted before.
 
-    Parameters
-    ----------
-    saved : mapping
-        A dict with numbers and texts in their own types.
-    name_now : callable
-        Takes a name and returns the new one, or None if no parameter has that name.
+    ``name_now`` returns the new name, or None if no parameter has the old one.
     """
 
     def key_now(key: Any) -> Any:
@@ -254,22 +219,10 @@ def from_state_dict(
 ) -> OptimizerState:
     """Return the state in a dict, in the form that ``begin`` returns for the dict's step and stage.
 
-    Parameters
-    ----------
-    saved : mapping
-        The results of `read_scalars` and `read_arrays` together, of this rank.
-    begin : callable
-        Takes a step and a stage. Returns a state with that step and the arrays that the dict must have.
-    mean : CompressedMean
-        The mean whose residuals the state holds.
-    limits : callable
-        Takes a state. Returns the accepted values of its numbers, by name. A number without an entry must be finite if
-        it is finite in the state from ``begin``.
-
-    Raises
-    ------
-    ValueError
-        If the dict belongs to another model, or has a number that is not accepted.
+    ``saved`` has the results of `read_scalars` and `read_arrays` together, of this rank. ``begin`` returns a state with
+    the arrays that the dict must have, and ``limits`` the accepted values of a state's numbers, by name. A number
+    without an entry must be finite if it is finite in the state from ``begin``. Raises ValueError if the dict belongs
+    to another model, or has a number that is not accepted.
     """
     template = begin(saved["step"], saved["stage"])
     expected = dict(named_arrays(template, mean))

@@ -12,8 +12,6 @@ from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.mean.stages import AllToAll, Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, bytes_of, device, dtype_name
 
-__all__ = ["gather_dicts", "of_rank", "rank_of", "states_in"]
-
 _OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
 
 
@@ -32,14 +30,8 @@ def states_in(saved: Any, rank: int, size: int) -> Any:
     """Return what the core loads from a dict with the states of ranks under keys of `of_rank`, or a list of such dicts.
 
     This is the state of this rank; or, if only one of as many ranks has saved, that rank's state, which may fit every
-    rank; otherwise a list of all states. Anything else is returned as it is.
-
-    Parameters
-    ----------
-    saved : dict, or list of dict
-        The values are tuples with one state.
-    rank, size : int
-        This rank, and the number of ranks.
+    rank; otherwise a list of all states. Anything else is returned as it is. The values of a dict are tuples with one
+    state.
     """
     if isinstance(saved, Sequence) and not isinstance(saved, str | bytes):
         of_each = [states_in(one, 0, 0) for one in saved]
@@ -60,16 +52,7 @@ def gather_dicts(
 ) -> Stages[list[dict[str, Any]]]:
     """Return the dicts of all ranks on the root, in rank order, and nothing on the others.
 
-    Parameters
-    ----------
-    own : mapping of str to array or scalar
-        This rank's dict.
-    rank, size : int
-        This rank, and the number of ranks.
-    like : array
-        Gives the library and the device of the exchanged buffers, and of the arrays on the root.
-    root : int
-        The rank that gets all.
+    ``like`` gives the library and the device of the exchanged buffers, and of the arrays on the root.
     """
     xp = array_namespace(like)
     arrays = {key: xp.asarray(x, device=device(like)) for key, x in own.items() if hasattr(x, "shape")}

@@ -23,24 +23,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = [
-    "CURES",
-    "ArrayEntry",
-    "Described",
-    "Manifest",
-    "as_of_rank",
-    "describe",
-    "facts_of",
-    "holders",
-    "kind_of",
-    "name_missing",
-    "own_kinds_in",
-    "phrase",
-    "require_agreement",
-    "require_no_problem",
-    "shared_entries",
-]
-
 CURES = (
     "Where one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, call gather_states() "
     "before it saves, on all ranks; lost='drop' loads a state without what is missing"
@@ -244,12 +226,7 @@ def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, 
 def own_kinds_in(replica: Described, saved: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the kinds of arrays in a saved state that its rank alone has, in order; none if it fits every rank.
 
-    Parameters
-    ----------
-    replica : Replica
-        What the state belongs to.
-    saved : mapping
-        Numbers and texts as Python objects; of arrays, the keys are enough.
+    Numbers and texts are Python objects; of arrays, the keys are enough.
     """
     present = {kind_of(key) for key in array_keys(saved)}
     return tuple(sorted(present.intersection(replica.differing_kinds(saved))))

@@ -58,8 +58,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["World", "regroup"]
-
 Saved = Mapping[str, Any]
 
 
@@ -155,29 +153,14 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     other ranks, and arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old
     ranks, so no residual counts more than once; in a hierarchy, where ranks of a node share residuals, a part is lost.
 
-    Parameters
-    ----------
-    saved : sequence of mappings
-        The dicts that this rank has, from any old ranks. All ranks together must have all of them, unless the old ranks
-        had no arrays of their own. If several ranks have copies of a dict, one of them is used.
-    world : World
-
-    Raises
-    ------
-    ValueError
-        On every rank, with the same text, if dicts are missing, given twice, or do not belong together.
-
-    Warns
-    -----
-    UserWarning
-        If the world differs from the old one.
-
-    Notes
-    -----
     The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
     of `CompressedMean` continues to hold. Each rank sends the facts of its dicts as text, and 2 (N - 1) / N * 32 bits
     per averaged element. If a rank has no dict to contribute, one rank sends the entries that are equal in all dicts to
     all ranks.
+
+    All ranks together must have all dicts, unless the old ranks had no arrays of their own. If several ranks have
+    copies of a dict, one of them is used. Raises ValueError on every rank, with the same text, if dicts are missing,
+    given twice, or do not belong together. Warns if the world differs from the old one.
     """
     facts = yield from _told(facts_of(saved, world.accept), world)
     by, size = holders(facts)
@@ -502,11 +485,6 @@ def _require_mergeable(
 
     This is the number of ranks with a worker or a server residual for an element: the server of a chunk may not be a
     worker for it. If some of the ``size`` dicts are missing, it is the number of all old ranks.
-
-    Raises
-    ------
-    ValueError
-        If the dicts belong to another model or optimizer.
     """
     apart = (WORKER, SERVER, *world.owned_kinds, *world.part_kinds)
     alike = manifests[min(manifests)].but_kinds(*apart)

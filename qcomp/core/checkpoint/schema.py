@@ -8,22 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 from qcomp.core.numeric.arrays import dtype_name, host_bytes, itemsize, require_dense
 
-__all__ = [
-    "LARGEST",
-    "Entries",
-    "Kind",
-    "Number",
-    "Numbers",
-    "NumericArray",
-    "Several",
-    "Text",
-    "Whole",
-    "from_json",
-    "plain",
-    "read",
-    "shown",
-]
-
 LARGEST = 1 << 53
 """The largest integer in a saved state; float64 represents all integers up to it."""
 
@@ -46,13 +30,7 @@ class Kind(Protocol):
         ...
 
     def read(self, value: Any) -> Any:
-        """Return a value in its own type; equal values have the same type in all formats.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If the entry may not have this value.
-        """
+        """Return a value in its own type, which is the same in all formats; raises ValueError or TypeError."""
         ...
 
 
@@ -191,21 +169,8 @@ class Several:
 def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
     """Return an entry in its own type; equal values have the same type, whatever format they were saved in.
 
-    Parameters
-    ----------
-    saved : mapping or sequence
-        May read the entry from a file only now.
-    key : str or int
-        The key or index of the entry.
-    kind : Kind
-        The accepted values.
-    where : str
-        The name of ``saved`` in messages.
-
-    Raises
-    ------
-    ValueError
-        If the entry is missing or not accepted. The message names the entry, its value and what was expected.
+    Raises ValueError, which names the entry, its value and what was expected, if the entry is missing or not accepted.
+    ``saved`` may read the entry from a file only now; messages call it ``where``.
     """
     try:
         value = saved[key]

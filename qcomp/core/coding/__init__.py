@@ -160,13 +160,7 @@ def encode_gaps(plain: Bytes, size: int, shape: gaps.Shape) -> bytes:
 
 
 def decode_gaps(code: Bytes, size: int, shape: gaps.Shape) -> bytearray:
-    """Return the sparse payload, the inverse of `encode_gaps`.
-
-    Raises
-    ------
-    PayloadError
-        If the bytes are not the code of such a vector: truncated, too long, damaged.
-    """
+    """Return the sparse payload, the inverse of `encode_gaps`; raises PayloadError if the bytes are not such a code."""
     return _loops().gaps_decode(_view(code), size, *shape)
 
 

@@ -10,8 +10,6 @@ from array import array
 
 from qcomp.core.errors import PayloadError
 
-__all__ = ["BitReader", "BitWriter", "bytes_below", "little_endian", "numbers"]
-
 _FLUSH = 256
 """The most bits kept in an integer; more would make writing quadratic."""
 
@@ -63,13 +61,7 @@ class BitReader:
         self._at = 0
 
     def take(self, length: int) -> int:
-        """Return the next bits as an integer.
-
-        Raises
-        ------
-        PayloadError
-            If fewer bits are left.
-        """
+        """Return the next bits as an integer; raises PayloadError if fewer are left."""
         start, self._at = self._at, self._at + length
         if self._at > 8 * len(self._data):
             raise PayloadError(
@@ -79,25 +71,13 @@ class BitReader:
         return part >> -self._at % 8 & (1 << length) - 1
 
     def align(self) -> int:
-        """Skip the padding of the last byte, and return the index of the next byte.
-
-        Raises
-        ------
-        PayloadError
-            If the padding is not zero.
-        """
+        """Skip the padding of the last byte, and return the index of the next; raises PayloadError if it is not 0."""
         if self.take(-self._at % 8):
             raise PayloadError("the coded bits are filled up with ones; expected zeros")
         return self._at // 8
 
     def finish(self) -> None:
-        """Check that all bits were read except the padding of the last byte.
-
-        Raises
-        ------
-        PayloadError
-            If not.
-        """
+        """Raise PayloadError unless all bits were read except the padding of the last byte."""
         end = self.align()
         if end != len(self._data):
             raise PayloadError(f"the coded bits end after {end} of {len(self._data)} bytes")

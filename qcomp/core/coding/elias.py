@@ -7,26 +7,10 @@ They are prefix-free: consecutive codewords need no separator. With L(k) the num
   the recursive Elias code.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from qcomp.core.coding.bits import BitReader, BitWriter
+from qcomp.core.coding.bits import BitReader
 from qcomp.core.errors import PayloadError
-
-__all__ = [
-    "Code",
-    "Codeword",
-    "codeword",
-    "decode",
-    "encode",
-    "gamma",
-    "length",
-    "omega",
-    "take_gamma",
-    "take_omega",
-]
-
-Code = Literal["gamma", "omega"]
 
 LARGEST_BITS = 64
 """The most bits of a number. Without a bound, a few damaged bytes could announce a number of any size."""
@@ -74,10 +58,7 @@ def omega(number: int) -> Codeword:
 def take_gamma(bits: BitReader) -> int:
     """Return the number whose gamma codeword comes next.
 
-    Raises
-    ------
-    PayloadError
-        If the bits end early, or the number has more than 64 bits. The same holds for `take_omega`.
+    Raises PayloadError if the bits end early, or the number has more than 64 bits, as does `take_omega`.
     """
     zeros = 0
     while not bits.take(1):
@@ -95,83 +76,17 @@ def take_omega(bits: BitReader) -> int:
     return number
 
 
-_CODES: dict[Code, tuple[Callable[[int], Codeword], Callable[[BitReader], int]]] = {
-    "gamma": (gamma, take_gamma),
-    "omega": (omega, take_omega),
-}
-
-
-def codeword(code: Code, number: int) -> Codeword:
-    """Return the codeword of a positive integer.
+def length(number: int) -> int:
+    """Return the bits of the omega codeword of a positive integer, by formula.
 
     Examples
     --------
-    >>> [str(codeword(code, 5)) for code in ("gamma", "omega")]
-    ['00101', '101010']
-    """
-    return _CODES[code][0](number)
-
-
-def length(code: Code, number: int) -> int:
-    """Return the bits of a codeword, by formula.
-
-    Examples
-    --------
-    >>> [length("omega", k) for k in (1, 2, 4, 16, 65536)]
+    >>> [length(k) for k in (1, 2, 4, 16, 65536)]
     [1, 3, 6, 11, 28]
     """
     _require(number)
     size = number.bit_length()
-    if code == "gamma":
-        return 2 * size - 1
-    return 1 if number == 1 else size + length(code, size - 1)
-
-
-def encode(code: Code, numbers: Iterable[int]) -> bytes:
-    """Return the concatenated codewords of positive integers, padded with zeros to whole bytes.
-
-    Parameters
-    ----------
-    code : {"gamma", "omega"}
-    numbers : iterable of int
-        From 1 to 2**64 - 1.
-
-    Raises
-    ------
-    ValueError
-        If a number is not in that range.
-
-    Examples
-    --------
-    >>> encode("omega", [1, 2, 3]).hex()
-    '4c'
-    """
-    bits = BitWriter()
-    for number in numbers:
-        bits.put(*codeword(code, number))
-    return bits.finish()
-
-
-def decode(code: Code, data: bytes | bytearray | memoryview, count: int) -> list[int]:
-    """Return ``count`` integers, the inverse of `encode`.
-
-    The count is needed, since padding zeros would decode as further omega codewords.
-
-    Raises
-    ------
-    PayloadError
-        If these bytes are not the codewords of that many numbers.
-
-    Examples
-    --------
-    >>> decode("omega", bytes.fromhex("4c"), 3)
-    [1, 2, 3]
-    """
-    bits = BitReader(data)
-    take = _CODES[code][1]
-    numbers = [take(bits) for _ in range(count)]
-    bits.finish()
-    return numbers
+    return 1 if number == 1 else size + length(size - 1)
 
 
 def _require(number: int) -> None:

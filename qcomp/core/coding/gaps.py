@@ -33,18 +33,6 @@ from qcomp.core.coding.elias import gamma, take_gamma
 from qcomp.core.errors import PayloadError
 from qcomp.core.numeric.buckets import bucket_count
 
-__all__ = [
-    "FIRST_LOWEST",
-    "FIRST_RATIO",
-    "LARGEST",
-    "SMALLEST",
-    "Plain",
-    "Shape",
-    "decode",
-    "encode",
-    "longest",
-]
-
 SMALLEST, LARGEST = 8, 1816
 """The numbers of 2^-126 and 2^100, the smallest and the largest scale that is not 0."""
 FIRST_LOWEST = 952

@@ -5,8 +5,6 @@ same length and the same first m + 1 bits; the other e bits are spare. So a clas
 smallest number.
 """
 
-__all__ = ["class_of", "smallest", "spare_bits"]
-
 
 def class_of(number: int, fine: int) -> int:
     """Return the class of a number.

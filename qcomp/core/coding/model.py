@@ -30,8 +30,6 @@ from qcomp.core.coding.elias import gamma, take_gamma
 from qcomp.core.coding.integer_classes import class_of, smallest, spare_bits
 from qcomp.core.errors import PayloadError
 
-__all__ = ["FLAT", "UNITS_BITS", "Model", "finest", "fit", "flat", "read"]
-
 FLAT = 0
 """The method without a model: all bits are plain."""
 UNITS_BITS = 13
@@ -113,10 +111,8 @@ def fit(counts: Sequence[int], largest: int) -> tuple[Model, bytes]:
 def read(bits: BitReader, size: int, largest: int) -> Model:
     """Read the model for a vector of ``size`` elements, and skip the padding of its last byte.
 
-    Raises
-    ------
-    PayloadError
-        If the method does not exist for levels up to ``largest``, or a class or a weight is out of range.
+    Raises PayloadError if the method does not exist for levels up to ``largest``, or a class or a weight is out of
+    range.
     """
     method = bits.take(_METHOD_BITS)
     if method == FLAT:

@@ -8,8 +8,6 @@ from functools import cache
 
 from qcomp.core.numeric.buckets import blocks
 
-__all__ = ["pack", "unpack"]
-
 
 def unpack(packed: memoryview, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
     """Return levels and signs of packed codes, without padding.

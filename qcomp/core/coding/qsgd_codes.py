@@ -20,8 +20,6 @@ from qcomp.core.coding.bits import BitReader, BitWriter, little_endian, numbers
 from qcomp.core.coding.elias import length, omega, take_omega
 from qcomp.core.errors import PayloadError
 
-__all__ = ["DENSE", "SPARSE", "decode", "dense_length", "encode", "sparse_length"]
-
 DENSE, SPARSE = 0, 1
 
 
@@ -33,7 +31,7 @@ def dense_length(levels: array[int]) -> int:
     >>> dense_length(array("H", [0, 1, 0, 3]))  # 0, 100 and a sign, 0, 101000 and a sign
     13
     """
-    return sum(length("omega", level + 1) + (level > 0) for level in levels)
+    return sum(length(level + 1) + (level > 0) for level in levels)
 
 
 def sparse_length(levels: array[int]) -> int:
@@ -47,9 +45,9 @@ def sparse_length(levels: array[int]) -> int:
     total, count, last = 0, 0, -1
     for i, level in enumerate(levels):
         if level:
-            total += length("omega", i - last) + 1 + length("omega", level)
+            total += length(i - last) + 1 + length(level)
             count, last = count + 1, i
-    return length("omega", count + 1) + total
+    return length(count + 1) + total
 
 
 def encode(data: memoryview, negative: memoryview) -> bytes:

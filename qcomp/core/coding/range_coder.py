@@ -15,8 +15,6 @@ from qcomp.core.coding.bits import BitReader
 from qcomp.core.coding.model import FLAT, finest, fit, flat, read
 from qcomp.core.kernels import Coders
 
-__all__ = ["decode", "encode", "lanes"]
-
 _MANY = 1 << 14
 
 

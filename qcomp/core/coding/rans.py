@@ -9,8 +9,6 @@ from qcomp.core.coding.integer_classes import class_of
 from qcomp.core.coding.model import FLAT, UNITS_BITS, Model
 from qcomp.core.errors import PayloadError
 
-__all__ = ["LOW", "count_classes", "pop", "push"]
-
 LOW = 1 << 16
 """The smallest state, and the initial one of an encoder."""
 _MASK = (1 << UNITS_BITS) - 1
@@ -46,13 +44,7 @@ def push(levels: memoryview, negative: memoryview, model: Model, lanes: int) -> 
 
 
 def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> tuple[bytearray, bytearray]:
-    """Return the levels and signs of a vector from its states and words.
-
-    Raises
-    ------
-    PayloadError
-        If the bytes are not valid states and words.
-    """
+    """Return the levels and signs of a vector from its states and words; raises PayloadError if they are not valid."""
     if len(data) < 4 * lanes or len(data) & 1:
         raise PayloadError(
             f"the code has {len(data)} bytes of states and words; {lanes} states need {4 * lanes}"

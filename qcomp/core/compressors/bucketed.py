@@ -13,8 +13,6 @@ from qcomp.core.numeric.buckets import Block, blocks, bucket_count, join_blocks,
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, PayloadSpec
 
-__all__ = ["BucketedCompressor"]
-
 
 @dataclass(frozen=True)
 class BucketedCompressor(Compressor):

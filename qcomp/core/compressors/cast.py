@@ -11,8 +11,6 @@ from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["Cast"]
-
 
 @register
 @dataclass(frozen=True)

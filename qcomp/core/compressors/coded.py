@@ -9,8 +9,6 @@ from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes, is_tra
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["LevelCoder"]
-
 _STORED, _CODED = 0, 1
 """How the codes of a payload are sent: unchanged, if coding would not shorten them, or coded."""
 
@@ -23,22 +21,10 @@ _ONE_DOWN = bytes([255, *range(255)])
 class LevelCoder:
     """Codes the levels of a quantizer, unless coding would not shorten the payload.
 
-    Parameters
-    ----------
-    plain : Compressor
-        Its payloads have the fields "codes", packed, and "step", one per bucket.
-    coding : {"elias", "range"}
-        See `qcomp.core.coding`.
-    largest : int
-        The largest level. A code is a level minus the lowest level, with the sign bit on top.
-    bucket_size : int
-    lowest : int, default 0
-        The lowest level: 0, or 1 if elements of the lowest level have a sign too.
-
-    Notes
-    -----
-    A payload holds the steps, a byte that says how the codes are sent, and the codes. It is at most a byte longer than
-    a plain one. Padding is not coded.
+    Plain payloads have the fields "codes", packed, and "step", one per bucket. A code is a level minus the lowest
+    level, with the sign bit on top. The lowest level is 0, or 1 if elements of the lowest level have a sign too. A
+    payload holds the steps, a byte that says how the codes are sent, and the codes. It is at most a byte longer than a
+    plain one. Padding is not coded.
     """
 
     plain: AnyCompressor
@@ -74,13 +60,7 @@ class LevelCoder:
         return from_host_bytes(host_bytes(parts["step"]) + bytes([method]) + codes, data)
 
     def restore(self, data: Array, size: int) -> Array:
-        """Return the data of the plain payload.
-
-        Raises
-        ------
-        PayloadError
-            If the bytes are not a payload of ``size`` elements.
-        """
+        """Return the data of the plain payload; raises PayloadError unless the bytes are one of ``size`` elements."""
         spec = self.plain.payload_spec(size)
         start = self.payload_spec(size).shortest
         raw = host_bytes(data)

@@ -12,8 +12,6 @@ from qcomp.core.payload import Field, Payload, PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["Identity"]
-
 
 @register
 @dataclass(frozen=True)

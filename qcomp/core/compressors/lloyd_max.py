@@ -24,8 +24,6 @@ from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["LloydMax"]
-
 LEVELS = {1: (1,), 2: (3, 10), 3: (10, 31, 55, 88), 4: (5, 15, 25, 36, 48, 62, 79, 104)}
 """The magnitudes of the codes, in steps, by the bits of a code: the table of Max (1960), scaled and rounded to whole
 numbers up to 127, which increases the error for a normal distribution by a thousandth at most."""

@@ -12,8 +12,6 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["MinMaxUInt8"]
-
 
 @register
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from qcomp.core.numeric.sums import pad_to_power_of_two, tree_sum
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["OneBitSGD"]
-
 _LARGEST = 1 << 20
 """The longest column: counts up to it are exact in float32."""
 _BEYOND = 2.0**101

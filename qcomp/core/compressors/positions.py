@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from qcomp.core.numeric.arrays import Array, array_namespace, concat
 from qcomp.core.numeric.buckets import validate_bucket_size
 
-__all__ = ["join_bytes", "split_bytes", "validate_sparsity"]
-
 
 def validate_sparsity(k: int, bucket_size: int) -> None:
     """Raise ValueError unless a bucket has a legal size and k of its elements can be kept."""

@@ -15,8 +15,6 @@ from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["QSGD", "WideQSGD", "round_up_step"]
-
 _MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
 """An upper bound for what rounding the step up to 17 bits and the draws to 16 adds to the variance."""

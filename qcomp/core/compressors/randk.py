@@ -17,8 +17,6 @@ from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["RandK"]
-
 _VALUES = 1 << 30
 """Added to the hop of a key for the draws that round values: they must not depend on the draws of the positions."""
 

@@ -14,8 +14,6 @@ from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["WholeFields"]
-
 
 @register
 @dataclass(frozen=True)

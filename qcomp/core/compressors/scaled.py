@@ -12,8 +12,6 @@ from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Coder, Traits
 
-__all__ = ["Scaled"]
-
 
 @register
 @dataclass(frozen=True)

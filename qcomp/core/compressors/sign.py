@@ -12,8 +12,6 @@ from qcomp.core.numeric.sums import mean_abs, rms
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["ScaledSign"]
-
 
 @register
 @dataclass(frozen=True)

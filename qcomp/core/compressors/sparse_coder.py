@@ -8,19 +8,10 @@ from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes, is_tra
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.traits import AnyCompressor
 
-__all__ = ["GapCoder"]
-
 
 @dataclass(frozen=True)
 class GapCoder:
-    """Codes the positions, values and scales of a sparse compressor, see `qcomp.core.coding.gaps`.
-
-    Parameters
-    ----------
-    plain : Compressor
-        Its payloads have the fields "entries", "lowest" and "step".
-    k, bucket_size, value_bits : int
-    """
+    """Codes the entries, lowest levels and steps of a sparse compressor, see `qcomp.core.coding.gaps`."""
 
     plain: AnyCompressor
     k: int
@@ -46,13 +37,7 @@ class GapCoder:
         return from_host_bytes(coding.encode_gaps(host_bytes(data), size, self._shape), data)
 
     def restore(self, data: Array, size: int) -> Array:
-        """Return the data of the plain payload.
-
-        Raises
-        ------
-        PayloadError
-            If the bytes are not a payload of ``size`` elements.
-        """
+        """Return the data of the plain payload; raises PayloadError unless the bytes are one of ``size`` elements."""
         return from_host_bytes(coding.decode_gaps(host_bytes(data), size, self._shape), data)
 
     @property

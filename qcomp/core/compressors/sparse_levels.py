@@ -12,8 +12,6 @@ be sent in a few bits. Each magnitude takes the nearest level, the higher one at
 from qcomp.core.numeric.arrays import TINY, Array, array_namespace, bitcast, device, divide, flush
 from qcomp.core.numeric.sums import pad_to_power_of_two, tree_sum
 
-__all__ = ["DROPPED_BITS", "MOST_BITS", "kept_delta", "levels_of", "scales_of", "values_of"]
-
 MOST_BITS = 4
 DROPPED_BITS = 20
 """How many of the last bits of a short number are zero."""
@@ -47,14 +45,7 @@ def kept_delta(k: int, bucket_size: int, bits: int) -> float:
 
 
 def scales_of(magnitudes: Array, bits: int) -> tuple[Array, Array]:
-    """Return the lowest level and the step of each row of magnitudes, float32; zeros count as absent.
-
-    Parameters
-    ----------
-    magnitudes : array of float32 or float64, shape (rows, k)
-    bits : int
-        1 to 4.
-    """
+    """Return the lowest level and the step of each row of magnitudes in float32; zeros count as absent."""
     xp = array_namespace(magnitudes)
     dtype = magnitudes.dtype
     present = magnitudes > 0

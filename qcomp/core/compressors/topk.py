@@ -17,8 +17,6 @@ from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
-__all__ = ["TopK"]
-
 
 @register
 @dataclass(frozen=True)

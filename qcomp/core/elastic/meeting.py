@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Meeting", "Report", "Seat", "meet"]
-
 Report = dict[str, float]
 
 

@@ -32,8 +32,6 @@ from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.outer.settings import WARMUP, rounds_key
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Elastic", "ElasticState", "Snapshot"]
-
 
 class Snapshot(NamedTuple):
     """The parameters and the state of a rank after a computation."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Array", "Kind", "Mutable", "Namespace"]
-
 
 class Array(Protocol):
     """An array of any library, as type checkers see it: what the core uses of NumPy, CuPy, torch and JAX alike."""

@@ -8,8 +8,6 @@ below all do the same.
 
 from qcomp.core.numeric.arrays import Array, array_namespace, device
 
-__all__ = ["pack", "unpack"]
-
 
 def _shifts(like: Array, planes: int, width: int) -> Array:
     """Return the shift of each plane, shaped to broadcast over (rows, planes, bytes), in the dtype of the codes."""

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, device
 
-__all__ = ["Block", "blocks", "bucket_count", "join_blocks", "padded_size", "validate_bucket_size"]
-
 
 class Block(NamedTuple):
     """A run of buckets of equal length: the full buckets of a vector, or its tail."""

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 
 from qcomp.core.numeric.arrays import Array, is_mutable, is_on_host
 
-__all__ = ["in_blocks"]
-
 _BLOCK = 1 << 15
 """Elements of a part."""
 

@@ -8,17 +8,6 @@ from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import SHARED_RANK, Key, draws16
 from qcomp.core.numeric.sums import pad_to_power_of_two, power_of_two_below, tree_sum
 
-__all__ = [
-    "LEAST_LEFT",
-    "LEAST_RIGHT",
-    "first_factor",
-    "next_factor",
-    "orthonormal",
-    "outer_product",
-    "together",
-    "without_small",
-]
-
 LEAST_LEFT, LEAST_RIGHT = 2.0**-30, 2.0**-72
 """The least magnitudes in the left factor, whose rows have norm 1, and in the right factor; smaller ones count as zero.
 

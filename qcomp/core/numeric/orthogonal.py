@@ -13,8 +13,6 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.sums import power_of_two_below
 
-__all__ = ["COEFFICIENTS", "EPS", "ITERATIONS", "multiplications", "orthogonalize", "require_library"]
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """(a, b, c) of p(s) = a s + b s^3 + c s^5, the map of each singular value in an iteration."""
 ITERATIONS = 5

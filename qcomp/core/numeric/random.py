@@ -17,18 +17,6 @@ from array_api_compat import is_array_api_obj, is_jax_array
 from qcomp.core.numeric.arrays import Array, array_namespace, device, is_traced, loop
 from qcomp.core.numeric.buckets import Block
 
-__all__ = [
-    "SHARED_RANK",
-    "Key",
-    "draws16",
-    "draws16_again",
-    "draws_are_replaced",
-    "philox4x32",
-    "replace_draws",
-    "require_key",
-    "stream_of",
-]
-
 SHARED_RANK = 0xFFFFFFFF
 """The rank in keys of draws that all ranks share."""
 

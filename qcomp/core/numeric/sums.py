@@ -16,18 +16,6 @@ from qcomp.core.numeric.arrays import (
     truncate_last_bit,
 )
 
-__all__ = [
-    "mean_abs",
-    "norm2",
-    "pad_to_power_of_two",
-    "power_of_two_below",
-    "rms",
-    "sum_of_squares",
-    "total",
-    "totals",
-    "tree_sum",
-]
-
 
 def tree_sum(rows: Array) -> Array:
     """Sum each row of an array of shape (rows, length), length a power of two: halves are added until one is left.

@@ -14,8 +14,6 @@ from qcomp.core.numeric.arrays import (
     matmul,
 )
 
-__all__ = ["half_of", "unwhitened", "whitened", "whitener", "whole_of"]
-
 NEW = 0.4
 """The weight of the newest matrix in the running average."""
 LEAST = 0.02

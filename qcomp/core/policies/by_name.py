@@ -8,8 +8,6 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.policies.exact_below import Tensor, names_of
 from qcomp.core.policies.patterns import require_matches
 
-__all__ = ["ByName", "CompressorPolicy"]
-
 CompressorPolicy = Callable[[Sequence[Tensor]], Sequence[Compressor | None]]
 """Returns a compressor for every tensor of a model, or None for one that stays exact."""
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from qcomp.core.policies.patterns import require_matches
 
-__all__ = ["ExactBelow", "ExactPolicy", "Tensor", "names_of"]
-
 
 class Tensor(NamedTuple):
     """A tensor as a policy sees it.

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["as_patterns", "require_matches"]
-
 _SHOWN = 20
 
 

@@ -20,8 +20,6 @@ from qcomp.integrations.ddp.hook import HookState
 from qcomp.integrations.ddp.parameters import AveragedParameters, inside
 from qcomp.planning.autotune import Autotune, Tuning
 
-__all__ = ["TunedHookState", "autotune", "average_gradients"]
-
 
 class TunedHookState:
     """The state of a hook that chooses its method. Made by `autotune`.

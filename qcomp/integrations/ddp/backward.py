@@ -10,8 +10,6 @@ from typing import Any
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.optimizers.compression import Means
 
-__all__ = ["BackwardPass", "Bucket", "Piece", "put_means"]
-
 
 @dataclass(eq=False)
 class Piece:
@@ -56,13 +54,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """The buckets of one backward pass, in order of arrival.
-
-    Parameters
-    ----------
-    count : int
-        Number of parameters that get gradients.
-    """
+    """The buckets of one backward pass, of ``count`` parameters that get gradients, in order of arrival."""
 
     count: int
     buckets: list[Bucket] = field(default_factory=list)

@@ -16,8 +16,6 @@ from qcomp.core.errors import NonFiniteError
 from qcomp.core.reporting import warn_caller
 from qcomp.private_names.torch import found_inf
 
-__all__ = ["NOT_FOR_THIS_MODEL", "BeforeSteps", "BlindVariances", "UnusableGradients", "UnusedMeans"]
-
 NOT_FOR_THIS_MODEL = (
     "call model.requires_grad_(False) before that forward pass, model.module in it, and model.requires_grad_(True) "
     "after its backward pass"
@@ -67,11 +65,6 @@ class UnusableGradients(BeforeSteps):
 
     A GradScaler that finds them does not step, on any rank, and lowers its scale on all. Only without one is such a
     gradient an error.
-
-    Parameters
-    ----------
-    params : iterable of torch.Tensor
-        The parameters with these gradients.
     """
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -79,13 +72,7 @@ class UnusableGradients(BeforeSteps):
         self._error: NonFiniteError | None = None
 
     def refuse(self, error: NonFiniteError) -> None:
-        """Let no optimizer use the gradients; raise at once if an optimizer has used earlier ones.
-
-        Parameters
-        ----------
-        error : NonFiniteError
-            The error that a step raises, on every rank.
-        """
+        """Let no optimizer use the gradients: a step raises the error, and this call if one has used them."""
         if not all(map(_is_finite, self.params)):
             raise error
         self._error = error
@@ -108,15 +95,7 @@ class UnusableGradients(BeforeSteps):
 
 
 class BlindVariances(BeforeSteps):
-    """Warns once of an optimizer that divides by averages of squares, if these averages are the same for all elements.
-
-    Parameters
-    ----------
-    params : iterable of torch.Tensor
-        The parameters whose gradients are compressed.
-    compressors : iterable of Compressor
-        What compresses them.
-    """
+    """Warns once of an optimizer that divides by averages of squares which are the same for all elements."""
 
     def __init__(self, params: Iterable[Any], compressors: Iterable[Compressor]) -> None:
         super().__init__(params)
@@ -145,15 +124,7 @@ class BlindVariances(BeforeSteps):
 
 
 class UnusedMeans(BeforeSteps):
-    """Warns once of means that steps left out, though error feedback counts them as used.
-
-    Parameters
-    ----------
-    params : mapping of int to torch.Tensor
-        The parameters whose gradients are compressed with feedback, by number.
-    names : sequence of str
-        The names of all parameters.
-    """
+    """Warns once of means that steps left out, though error feedback counts them as used; parameters are numbered."""
 
     def __init__(self, params: Mapping[int, Any], names: Sequence[str]) -> None:
         super().__init__(params.values())

@@ -13,8 +13,6 @@ from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.integrations.ddp.parameters import is_dense
 from qcomp.private_names.torch import writes_to
 
-__all__ = ["GradientRecord", "shared_verdict"]
-
 _SAMPLE = 64
 _UNTOUCHED, _WRITTEN_TO, _REFUSED = b"\0", b"\1", b"\2"
 
@@ -23,14 +21,9 @@ class GradientRecord:
     """Records gradients, to tell later which of them were changed.
 
     A gradient was changed if it is another tensor, or if torch has counted a write to it. Torch does not count writes
-    through ``.data``; a sample of the elements, complete for a small gradient, detects these.
-
-    Parameters
-    ----------
-    gradients : sequence of torch.Tensor or None
-    sums : bool, default False
-        Whether to ignore a write that leaves a gradient's sum of bits unchanged, such as a multiplication by 1 in
-        ``clip_grad_norm_(..., inf)``. Costs one pass over all gradients.
+    through ``.data``; a sample of the elements, complete for a small gradient, detects these. With ``sums``, a write
+    that leaves a gradient's sum of bits unchanged is ignored, such as a multiplication by 1 in ``clip_grad_norm_(...,
+    inf)``. That costs one pass over all gradients.
     """
 
     def __init__(self, gradients: Sequence[Any], *, sums: bool = False) -> None:
@@ -71,18 +64,8 @@ def shared_verdict(
 ) -> Stages[tuple[bool, RuntimeError | None]]:
     """Return whether gradients are written to on any rank, and an error if any rank has one.
 
-    Sends a byte to all others; if there is an error, also its text.
-
-    Parameters
-    ----------
-    problem : RuntimeError or None
-        This rank's error.
-    is_written_to : bool
-        Whether this rank writes to gradients, perhaps without changing them.
-    size : int
-        Number of ranks.
-    like : torch.Tensor
-        Gives the device of the buffers.
+    This rank may write to gradients without changing them. Sends a byte to all others; if there is an error, also its
+    text.
     """
     own = _REFUSED if problem else _WRITTEN_TO if is_written_to else _UNTOUCHED
     arrived = yield AllGather(from_host_bytes(own, like), (1,) * size)

@@ -15,8 +15,6 @@ from qcomp.comm.verbs import Pending, Verbs
 from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse, owned
 
-__all__ = ["ExchangeThread", "ThreadJob", "require_unoccupied"]
-
 _JOINED_BYTES = 1 << 20
 """Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
 
@@ -56,11 +54,8 @@ class ExchangeThread:
     A non-finite value fails its job, on all ranks in the same stage. Any other error belongs to this rank alone or to
     the communicator. It fails every job, now and later, because the order is lost.
 
-    Parameters
-    ----------
-    comm : Verbs
-        A communicator with ``start``; nobody else may use it while jobs are running. Several exchange threads may have
-        it, one after the other, see `occupy`. A new thread ends the pass that an earlier one has not released.
+    Nobody else may use the communicator while jobs are running. Several exchange threads may have it, one after the
+    other, see `occupy`. A new thread ends the pass that an earlier one has not released.
     """
 
     def __init__(self, comm: Verbs) -> None:

@@ -17,20 +17,10 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
-__all__ = ["GradientMean"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMean(Optimizer):
-    """Returns the mean gradients instead of parameters: exact ones at first, then compressed ones.
-
-    Parameters
-    ----------
-    exact_iterations : int
-        Number of exact steps before the first compressed one.
-    compressor, averaging, exact, compressors, seed
-        See `qcomp.OneBitAdam`.
-    """
+    """Returns the mean gradients instead of parameters: exact ones at first, then compressed ones."""
 
     learning_rate: float | Callable[[int], float] = 0.0
     compressor: Compressor

@@ -20,8 +20,6 @@ from qcomp.integrations.ddp.before_steps import BlindVariances, UnusableGradient
 from qcomp.integrations.ddp.buckets import BucketedStep, SavesState
 from qcomp.integrations.ddp.gradient_mean import GradientMean
 
-__all__ = ["HookState", "compress_gradients", "hook"]
-
 
 class HookState(SavesState):
     """The state of a hook: the residuals by parameter name, and the number of iterations.

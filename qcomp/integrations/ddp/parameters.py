@@ -10,28 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qcomp.private_names.torch import COMPILED, ignored_by
 
-__all__ = ["AveragedParameters", "averaged_by", "inside", "is_dense", "plain_name", "wrapped_in"]
-
 
 class AveragedParameters:
     """The parameters of a model whose gradients DistributedDataParallel averages, numbered as in the model.
 
-    Parameters
-    ----------
-    model : torch.nn.parallel.DistributedDataParallel
-
-    Attributes
-    ----------
-    names : tuple of str
-        `plain_name` of those in ``model.module``, without the parameters that DistributedDataParallel ignores.
-    tensors : list of torch.nn.Parameter
-    some_may_be_unused : bool
-        Whether a backward pass may skip parameters, so that `used` is tracked.
-
-    Raises
-    ------
-    ValueError
-        If a layer has sparse gradients.
+    ``names`` are their `plain_name`, without the parameters that DistributedDataParallel ignores. If
+    ``some_may_be_unused``, a backward pass may skip parameters, and `used` is tracked. Raises ValueError if a layer has
+    sparse gradients.
     """
 
     def __init__(self, model: Any) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SideStream"]
-
 _cuda: Any = torch.cuda  # its type hints are incomplete
 
 
