@@ -50,6 +50,9 @@ class CompressedSGD(AveragingOptimizer):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in one backward pass need one each, as by default.
@@ -91,6 +94,7 @@ class CompressedSGD(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
         model: Any = None,
         init_sync: bool = True,
@@ -108,6 +112,7 @@ class CompressedSGD(AveragingOptimizer):
             "clip_norm": clip_norm,
             "seed": seed,
             "nonfinite": nonfinite,
+            "rounding": rounding,
         }
         super().__init__(
             params, of_groups, partial(optimizers.CompressedSGD, **settings), comm, model, init_sync=init_sync
@@ -139,6 +144,7 @@ class _FrozenVarianceAdam(BeginsAsAdamW):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
         model: Any = None,
         init_sync: bool = True,
@@ -161,6 +167,7 @@ class _FrozenVarianceAdam(BeginsAsAdamW):
             "clip_norm": clip_norm,
             "seed": seed,
             "nonfinite": nonfinite,
+            "rounding": rounding,
         }
         super().__init__(
             params, of_groups, partial(self.algorithm, **settings), comm, model, init_sync=init_sync
@@ -211,6 +218,9 @@ class OneBitAdam(_FrozenVarianceAdam):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in one backward pass need one each, as by default.
@@ -289,6 +299,9 @@ class OneBitLamb(AveragingOptimizer):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in one backward pass need one each, as by default.
@@ -336,6 +349,7 @@ class OneBitLamb(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
         model: Any = None,
         init_sync: bool = True,
@@ -361,6 +375,7 @@ class OneBitLamb(AveragingOptimizer):
             "clip_norm": clip_norm,
             "seed": seed,
             "nonfinite": nonfinite,
+            "rounding": rounding,
         }
         super().__init__(
             params, of_groups, partial(optimizers.OneBitLamb, **settings), comm, model, init_sync=init_sync
@@ -411,6 +426,9 @@ class QAdam(_FrozenVarianceAdam):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in one backward pass need one each, as by default.
@@ -458,6 +476,7 @@ class QAdam(_FrozenVarianceAdam):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
         model: Any = None,
         init_sync: bool = True,
@@ -479,6 +498,7 @@ class QAdam(_FrozenVarianceAdam):
             clip_norm=clip_norm,
             seed=seed,
             nonfinite=nonfinite,
+            rounding=rounding,
             comm=comm,
             model=model,
             init_sync=init_sync,
@@ -525,6 +545,9 @@ class ZeroOneAdam(BeginsAsAdamW):
         Seed of the compressor's random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in one backward pass need one each, as by default.
@@ -568,6 +591,7 @@ class ZeroOneAdam(BeginsAsAdamW):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
         model: Any = None,
         init_sync: bool = True,
@@ -589,6 +613,7 @@ class ZeroOneAdam(BeginsAsAdamW):
             "clip_norm": clip_norm,
             "seed": seed,
             "nonfinite": nonfinite,
+            "rounding": rounding,
         }
         super().__init__(
             params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm, model, init_sync=init_sync

@@ -87,6 +87,9 @@ class Muon(AveragingOptimizer):
         Seed of the compressors' random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
         What all ranks do if a gradient on any rank is infinite or NaN. Under a GradScaler they skip the step.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`.
     init_sync : bool, default True
@@ -145,6 +148,7 @@ class Muon(AveragingOptimizer):
         clip_norm: float | None = None,
         seed: int = 0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
         init_sync: bool = True,
     ) -> None:
@@ -172,6 +176,7 @@ class Muon(AveragingOptimizer):
             "clip_norm": clip_norm,
             "seed": seed,
             "nonfinite": nonfinite,
+            "rounding": rounding,
         }
         self._adam_factor = adam_learning_rate_factor
         super().__init__(params, of_groups, partial(self._make_core, **settings), comm, init_sync=init_sync)

@@ -9,15 +9,17 @@ pytest.importorskip("numba")
 pytest.importorskip("torch")
 
 import gpu
+import half_precision
 import kernels
 import muon
 import overhead
 import page
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+PROGRAMS = [kernels, overhead, gpu, muon, half_precision]
 
 
-@pytest.mark.parametrize("program", [kernels, overhead, gpu, muon], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_page_shows_the_committed_numbers(program):
     results = FOLDER / f"{program.__name__}.json"
     text = (FOLDER / page.PAGE).read_text()

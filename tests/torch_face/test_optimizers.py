@@ -426,6 +426,7 @@ OTHER = {
     "clip_norm": 3.0,
     "seed": 5,
     "nonfinite": "skip",
+    "rounding": "stochastic",
     "nesterov": True,
     "momentum": 0.5,
     "betas": (0.8, 0.9),

@@ -58,6 +58,8 @@ _SAMPLE = 4096
 """How many elements of each gradient are compared: gradients of different data differ in most elements."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
+_UNTOLD = {"rounding": "nearest"}
+"""Settings that are younger than saved states, with the values that these were made with; only others are told."""
 _EXACT_STAGES = {"warmup", "rewarm"}
 """The stages that begin or end a time in which the ranks share everything."""
 
@@ -71,7 +73,7 @@ def settings_of(replica: Any) -> dict[str, str]:
         elif is_dataclass(value) and hasattr(value, "learning_rate"):  # an optimizer inside another
             of_inner = settings_of(value)
             settings |= {name: type(value).__name__, **{f"{name}.{key}": of_inner[key] for key in of_inner}}
-        else:
+        elif name not in _UNTOLD or value != _UNTOLD[name]:
             settings[name] = _describe(value)
     return settings
 

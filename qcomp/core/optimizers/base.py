@@ -18,6 +18,7 @@ from qcomp.core.optimizers.moved_zeros import keeps_zeros, look_at, moved_zeros,
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.own_counts import without
 from qcomp.core.optimizers.replica import Replica, owner_of
+from qcomp.core.optimizers.rounding import rounded, widened
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
@@ -50,6 +51,12 @@ class Optimizer(Replica[OptimizerState]):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average. Then a step computes with float32 copies, 4 bytes per element that are
+        free again after it, and every new value becomes one of its two neighbours in bfloat16, the nearer one more
+        often, so that it is right on average. All ranks draw the same. The state is the same as with ``"nearest"``, and
+        either may load the other's. Parameters in float16 are rounded to nearest in any case, and need float32 masters.
     """
 
     of_groups = tuple[str, ...]()
@@ -67,6 +74,7 @@ class Optimizer(Replica[OptimizerState]):
     seed: int = 0
     nonfinite: Literal["raise", "skip"] = "raise"
     groups: Sequence[Group] = ()
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +88,9 @@ class Optimizer(Replica[OptimizerState]):
         fits = isinstance(seed, Integral) and 0 <= int(seed) < 1 << 64
         require("seed", seed, fits, "an integer from 0 to 2**64 - 1")
         require("nonfinite", self.nonfinite, self.nonfinite in ("raise", "skip"), "'raise' or 'skip'")
+        require(
+            "rounding", self.rounding, self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"
+        )
         object.__setattr__(self, "groups", as_groups(self.groups))
         for group in self.groups:
             for name in {"betas", "eps"}.difference(self.of_groups):
@@ -158,20 +169,28 @@ class Optimizer(Replica[OptimizerState]):
         state : OptimizerState
             The state of the last step.
         """
+        stochastic = self.rounding == "stochastic"
+        apply = self._apply_rounded if stochastic else self.apply
         if state.step + 1 in _LOOKED_AT and self.rate(state):
             from qcomp.core.optimizers.lost_steps import samples, warn_of_lost_steps  # noqa: PLC0415 - few steps look
 
-            before = samples(params)
-            new_params, new_state = self.apply(params, means, state)
+            before = samples(params, stochastic=stochastic)
+            new_params, new_state = apply(params, means, state)
             warn_of_lost_steps(before, new_params, means.values, state)
         else:
-            new_params, new_state = self.apply(params, means, state)
+            new_params, new_state = apply(params, means, state)
         # While the ranks are apart, zeros stand for every missing gradient.
         if means.left_out and not (self.apart(state.stage) or self.apart(new_state.stage)):
             pairs = enumerate(zip(params, new_params, strict=True))
             new_params = [p if number in means.left_out else new for number, (p, new) in pairs]
             new_state = without(self, means.left_out, state, new_state)
         return new_params, self.advance(new_state, state)
+
+    def _apply_rounded(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
+        """Return what `apply` makes of `widened` parameters, with parameters that are `rounded`."""
+        tensors = as_tensors(params, "params")
+        wide, new_state = self.apply(widened(tensors), means, state)
+        return rounded(wide, tensors, self.key(state), donate=means.donate), new_state
 
     def step(
         self,

@@ -44,6 +44,9 @@ class EF21SGD(Optimizer):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     compressor : Compressor, default TopK(k=32, bucket_size=1024)
         Compresses the changes of the gradients. It must be a contraction, see `EF21Mean`.
     exact : callable or None, default ExactBelow(10_000)

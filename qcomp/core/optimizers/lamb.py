@@ -39,6 +39,9 @@ class Lamb(Adam):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     betas : tuple of two floats, default (0.9, 0.999)
         Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
     eps : float, default 1e-8

@@ -35,6 +35,9 @@ class Lion(Optimizer):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     betas : tuple of two floats, default (0.9, 0.99)
         Weight of the momentum in the direction, and its decay rate, each from 0 to below 1. (0, b) steps along the sign
         of the mean gradient alone.

@@ -16,9 +16,18 @@ _BITS = {"bfloat16": 8, "float16": 11}
 """The significant bits of the dtypes in half precision."""
 
 
-def samples(params: Sequence[Array]) -> dict[int, Array]:
-    """Return copies of some elements of each parameter in half precision, by its number."""
-    return {i: copy(_sample(p)) for i, p in enumerate(params) if dtype_name(p.dtype) in _BITS}
+def samples(params: Sequence[Array], *, stochastic: bool = False) -> dict[int, Array]:
+    """Return copies of some elements of each parameter in half precision, by its number.
+
+    Parameters
+    ----------
+    params : sequence of arrays
+        The parameters.
+    stochastic : bool
+        Whether those in bfloat16 are rounded stochastically. Then they lose nothing on average, and are left out.
+    """
+    dtypes = _BITS.keys() - {"bfloat16"} if stochastic else _BITS.keys()
+    return {i: copy(_sample(p)) for i, p in enumerate(params) if dtype_name(p.dtype) in dtypes}
 
 
 def warn_of_lost_steps(
@@ -48,10 +57,11 @@ def warn_of_lost_steps(
             lost.append(i)
     if lost:
         name = dtype_name(params[lost[0]].dtype)
+        cure = "pass rounding='stochastic', or keep" if name == "bfloat16" else "keep"
         warn_caller(
             f"most elements of {some(state.names[i] for i in lost)} did not move in step {state.step + 1}, although "
-            f"their mean gradients are not 0: {name} loses what is less than 1/{2 << _BITS[name]} of a value. Keep the "
-            "parameters in float32, and compute under autocast or in copies, or raise the learning rate"
+            f"their mean gradients are not 0: {name} loses what is less than 1/{2 << _BITS[name]} of a value: {cure} "
+            "the parameters in float32, and compute under autocast or in copies, or raise the learning rate"
         )
 
 

@@ -82,6 +82,9 @@ class Muon(Optimizer):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     compressor : Compressor, default LloydMax(bits=4)
         Compresses the gradients of the matrices, with feedback. `Identity` keeps them exact.
     update_compressor : Compressor, default ScaledSign(scale="rms")

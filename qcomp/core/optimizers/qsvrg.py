@@ -53,6 +53,9 @@ class QSVRG(Optimizer):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     compressor : Compressor, default QSGD(levels=31, bucket_size=512)
         Compresses the corrected vectors. It must be unbiased; `QSGD` has the theory's small variance with about as
         many levels as the square root of its bucket size.

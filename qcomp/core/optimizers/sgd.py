@@ -41,6 +41,9 @@ class SGD(Optimizer):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     momentum : float, default 0
         Decay rate of the momentum, from 0 to below 1.
     nesterov : bool, default False
@@ -137,6 +140,9 @@ class CompressedSGD(SGD):
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     compressor : Compressor, default QSGD(levels=7, bucket_size=128)
         Compresses the gradients, on workers and servers.
     averaging : Averaging, default Averaging()

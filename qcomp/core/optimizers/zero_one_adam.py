@@ -30,6 +30,7 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.groups import group_of_each, setting_of_each
 from qcomp.core.optimizers.own_counts import as_updates, own_counts
 from qcomp.core.optimizers.replica import owner_of
+from qcomp.core.optimizers.rounding import rounded, widened
 from qcomp.core.optimizers.tensors import as_given, as_tensors, copy, each_in_blocks
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -89,6 +90,9 @@ class ZeroOneAdam(Optimizer):
         counted in ``state.skipped``.
     groups : sequence of Group, default ()
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
+        ``"stochastic"`` keeps them on average, see `Optimizer`.
     betas : tuple of two floats, default (0.9, 0.999)
         Decay rates b1 of the momentum and b2 of the variance, each from 0 to below 1.
     eps : float, default 1e-8
@@ -381,7 +385,11 @@ class ZeroOneAdam(Optimizer):
             )
         except NonFiniteError as error:
             raise self._located(error, state, state.step) from error
-        new_params, new_state = self._synchronised(tensors, means, state)
+        if self.rounding == "stochastic":
+            wide, new_state = self._synchronised(widened(tensors), means, state)
+            new_params = rounded(wide, tensors, key)
+        else:
+            new_params, new_state = self._synchronised(tensors, means, state)
         return as_given(new_params, params), new_state
 
     def _plan(self, state: OptimizerState) -> _Plan:

@@ -59,7 +59,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
                 f"outer is {self.outer!r}; expected an optimizer whose mean is exact, such as qcomp.SGD(...): the loop "
                 "compresses, with its own compressor and averaging"
             )
-        for name, default in (("clip_norm", None), ("nonfinite", "raise")):
+        for name, default in (("clip_norm", None), ("nonfinite", "raise"), ("rounding", "nearest")):
             if getattr(self.outer, name) != default:
                 raise ValueError(f"outer has {name}={getattr(self.outer, name)!r}; expected {default!r}")
         for name, least, most in (
