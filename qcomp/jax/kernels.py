@@ -13,16 +13,41 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qcomp.backends.jax_xla.arithmetic import adam_step, frozen_step, momentum
 from qcomp.backends.jax_xla.kernel_set import JaxKernels
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 from qcomp.core.numeric.arrays import is_traced
 
-__all__ = ["TracedKernels"]
+__all__ = ["FromTable", "TracedKernels"]
 
 Array = Any  # as the functions of JAX take it
 Result = TypeVar("Result")
+
+
+class FromTable:
+    """A number that a program reads from a table; Python's arithmetic on it is done in the table, in 64 bits.
+
+    Parameters
+    ----------
+    table : sequence of float
+    index : array of int32, shape ()
+        Beyond the end of the table, its last entry counts.
+    """
+
+    def __init__(self, table: Sequence[float] | np.ndarray, index: Array) -> None:
+        self._table = np.asarray(table)
+        self._index = index
+
+    def __rsub__(self, other: float) -> FromTable:
+        return FromTable(other - self._table, self._index)
+
+    def __mul__(self, other: float) -> FromTable:
+        return FromTable(self._table * other, self._index)
+
+    def __jax_array__(self) -> Array:
+        return jnp.asarray(self._table)[jnp.minimum(self._index, len(self._table) - 1)]
 
 
 class TracedKernels(JaxKernels):

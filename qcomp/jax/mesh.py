@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import Blend, use_kernels
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
-from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name
+from qcomp.core.numeric.arrays import compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import stream_of
 from qcomp.core.optimizers.compression import Compressing
@@ -30,7 +31,7 @@ from qcomp.jax.packing import Array
 from qcomp.jax.spmd import SpmdMean, SpmdPowerSGDMean, drive
 from qcomp.jax.trees import PyTree, Tree
 
-__all__ = ["MeshMean"]
+__all__ = ["MeshMean", "as_varying", "weighted", "zero_rows"]
 
 
 @dataclass(frozen=True)
@@ -167,17 +168,12 @@ class MeshMean:
         tree : pytree of arrays
             As for `init`.
         """
-        size, inside = self._size()
+        size, _ = _size_of(self.axis_name)
         taken = Tree.of(tree, "tree")
         tensors = _tensors(taken)
         state = self._state(taken.names, tensors, size)
         zeros = jax.eval_shape(lambda: self._compression.zero_residuals(tensors, state)[2:4])
-        worker, server = (
-            [jnp.zeros((1, *e.shape), e.dtype) if inside else _rows(size, e, self.axis_name) for e in owed]
-            for owed in zeros
-        )
-        if inside and _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
-            worker, server = jax.lax.pcast((worker, server), self.axis_name, to="varying")
+        worker, server = zero_rows(zeros, self.axis_name)
         return Residuals(dict(zip(_compressed(state), worker, strict=bool(worker))), tuple(server))
 
     def keeps_exact(self, tree: PyTree) -> tuple[bool, ...]:
@@ -188,11 +184,12 @@ class MeshMean:
         tree : pytree of arrays
             As for `init`.
         """
-        taken = Tree.of(tree, "tree")
-        size, _ = self._size()
-        return self._state(taken.names, _tensors(taken), size).exact
+        exact, _ = self.choices(tree)
+        return exact
 
-    def __call__(self, tree: PyTree, state: MeshState) -> tuple[PyTree, MeshState]:
+    def __call__(
+        self, tree: PyTree, state: MeshState, *, weight: Array | None = None
+    ) -> tuple[PyTree, MeshState]:
         """Average a pytree over the axis, inside `jax.shard_map`.
 
         Parameters
@@ -201,6 +198,10 @@ class MeshMean:
             This device's values.
         state : MeshState
             From `init` or the last call.
+        weight : number or array of shape (), optional
+            How much this device's values count, such as its number of valid tokens: finite and >= 0. The mean is then
+            the weighted one, see `qcomp.weighted`. With a weight of 0 values count as zeros, even if they are not
+            finite. If any weight does not fit, or all are 0, the call is refused like a value that is not finite.
 
         Returns
         -------
@@ -214,7 +215,7 @@ class MeshMean:
         ValueError
             If the tree is not the one that `init` saw, or its values are the same on all devices already.
         """
-        means, residuals, accepted = self.average(tree, state.residuals, state.step)
+        means, residuals, accepted = self.average(tree, state.residuals, state.step, weight=weight)
         took = accepted.astype(jnp.int32)
         return means, MeshState(state.step + took, state.skipped + 1 - took, residuals)
 
@@ -227,6 +228,7 @@ class MeshMean:
         momenta: PyTree = None,
         beta: float = 0.0,
         exactly: bool = False,
+        weight: Array | None = None,
     ) -> tuple[PyTree, Residuals, Array]:
         """Average a pytree, or the momenta that it is blended into, for optimizers that keep their own state.
 
@@ -244,6 +246,8 @@ class MeshMean:
             The weight of the momenta.
         exactly : bool
             Whether to compress nothing; the residuals stay as they are.
+        weight : number or array of shape (), optional
+            As for a call; of the tree, not of the momenta.
 
         Returns
         -------
@@ -260,7 +264,7 @@ class MeshMean:
         TypeError
             If the call is differentiated.
         """
-        size, inside = self._size()
+        size, inside = _size_of(self.axis_name)
         if not inside:
             raise ValueError(
                 f"axis_name is {self.axis_name!r}, which no jax.shard_map around this call has; expected a call inside "
@@ -270,6 +274,8 @@ class MeshMean:
         tensors = _tensors(taken._replace(leaves=_without_derivative(taken.leaves)))
         residuals = _without_derivative(residuals)
         self._require_own_values(taken)
+        if weight is not None:
+            tensors = weighted(tensors, _without_derivative(weight), self.axis_name)
         state = self._state(taken.names, tensors, size)
         exchange = self._exchange(state, tensors, residuals)
         state = state._replace(exchange=exchange)
@@ -295,20 +301,9 @@ class MeshMean:
             tuple(map(_as_row, means.exchange.server)),
         )
         kept = jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, residuals)
+        if weight is not None and momenta is None:  # the weight has made float32 of half precision
+            held = [jnp.asarray(x, leaf.dtype) for x, leaf in zip(held, taken.leaves, strict=True)]
         return taken.whole(held), kept, accepted
-
-    def _size(self) -> tuple[int, bool]:
-        """Return the number of devices on the axis, and whether this runs inside `jax.shard_map`."""
-        try:
-            return int(jax.lax.axis_size(self.axis_name)), True
-        except NameError:
-            shape = dict(jax.sharding.get_abstract_mesh().shape)
-        if self.axis_name not in shape:
-            raise ValueError(
-                f"axis_name is {self.axis_name!r}, which no jax.shard_map and no jax.set_mesh around this call has "
-                f"(their axes: {', '.join(shape) or 'none'}); expected a call inside one of them"
-            )
-        return shape[self.axis_name], False
 
     def _number_of_axis(self) -> int:
         """Return the number of the axis in its mesh: means over two axes, one of the other's results, draw apart."""
@@ -322,7 +317,7 @@ class MeshMean:
         if known is None:
             first = OptimizerState.first("compressed", names, 0, size)
             first = first._replace(stream=stream_of(names, [tuple(x.shape) for x in tensors]))
-            known = self._chosen[asked] = self._compression.choose(first, tensors, type(self).__name__)
+            known = self._chosen[asked] = self._choose(first, tensors)
         return known
 
     def _exchange(self, state: OptimizerState, tensors: Sequence[Array], residuals: Residuals) -> MeanState:
@@ -350,7 +345,23 @@ class MeshMean:
         found: Any = [residuals.worker[name] for name in names if residuals.worker], residuals.server
         worker, server = (tuple(jnp.reshape(e, e.shape[1:]) for e in owed) for owed in found)
         shapes = tuple(tuple(t.shape) for t, exact in zip(tensors, state.exact, strict=True) if not exact)
-        return MeanState(0, state.size, worker, server, shapes if worker else (), (), self.topology)
+        return MeanState(0, state.size, worker, server, shapes if worker or server else (), (), self.topology)
+
+    def _choose(self, first: OptimizerState, tensors: Sequence[Array]) -> OptimizerState:
+        return self._compression.choose(first, tensors, type(self).__name__)
+
+    def choices(self, tree: PyTree) -> tuple[tuple[bool, ...], tuple[Compressor, ...]]:
+        """Return whether each array of a tree stays exact, and the compressor of each other one if a policy chooses it.
+
+        Parameters
+        ----------
+        tree : pytree of arrays
+            As for `init`.
+        """
+        taken = Tree.of(tree, "tree")
+        size, _ = _size_of(self.axis_name)
+        state = self._state(taken.names, _tensors(taken), size)
+        return state.exact, state.compressors
 
     def _everywhere(self, accepted: Array) -> Array:
         """Return whether the devices along all axes have accepted, so that all do the same."""
@@ -370,6 +381,48 @@ class MeshMean:
                     "gradients of replicated parameters. Differentiate with respect to "
                     f"jax.lax.pcast(params, {self.axis_name!r}, to='varying'), or pass check_vma=False to jax.shard_map"
                 )
+
+
+def weighted(tensors: Sequence[Array], weight: Array, axis_name: str) -> list[Array]:
+    """Return `qcomp.weighted` of this device's tensors; NaN on all devices if a weight does not fit, or all are 0."""
+    own = jnp.asarray(weight, jnp.float32)
+    if own.shape:
+        raise ValueError(f"weight has the shape {own.shape}; expected one number for each device")
+    own = as_varying(jnp.where(jnp.isfinite(own) & (own >= 0), own, jnp.nan), axis_name)
+    share = own / jax.lax.pmax(own, axis_name)
+    factor = jax.lax.axis_size(axis_name) * share / jax.lax.psum(share, axis_name)
+    wide: list[Any] = [to_compute_dtype(x) for x in tensors]
+    scaled: list[Any] = [primitives.scale(x, jnp.asarray(factor, x.dtype)) for x in wide]
+    return [jnp.where(factor == 0, jnp.zeros_like(x), x) for x in scaled]
+
+
+def zero_rows(like: PyTree, axis_name: str) -> PyTree:
+    """Return a row of zeros for each device of an axis, or for this one inside `jax.shard_map`, like each array."""
+    size, inside = _size_of(axis_name)
+    if not inside:
+        return jax.tree.map(lambda e: _rows(size, e, axis_name), like)
+    zeros = jax.tree.map(lambda e: jnp.zeros((1, *e.shape), e.dtype), like)
+    return jax.tree.map(lambda e: as_varying(e, axis_name), zeros)
+
+
+def as_varying(x: Array, axis_name: str) -> Array:
+    """Return an array that may differ between the devices of an axis, for the types of `jax.shard_map`."""
+    is_typed = _varies(jax.lax.axis_index(axis_name), axis_name)
+    return jax.lax.pcast(x, axis_name, to="varying") if is_typed and not _varies(x, axis_name) else x
+
+
+def _size_of(axis_name: str) -> tuple[int, bool]:
+    """Return the number of devices on an axis, and whether this runs inside `jax.shard_map`."""
+    try:
+        return int(jax.lax.axis_size(axis_name)), True
+    except NameError:
+        shape = dict(jax.sharding.get_abstract_mesh().shape)
+    if axis_name not in shape:
+        raise ValueError(
+            f"axis_name is {axis_name!r}, which no jax.shard_map and no jax.set_mesh around this call has "
+            f"(their axes: {', '.join(shape) or 'none'}); expected a call inside one of them"
+        )
+    return shape[axis_name], False
 
 
 def _compressed(state: OptimizerState) -> list[str]:

@@ -41,6 +41,8 @@ _REFUSED_AROUND = {
     "for each other; put it behind: optax.chain(compressed(...), optax.apply_if_finite(...))",
     "MultiStepsState": "optax.MultiSteps adds up the gradients of each device alone, in an array that no PartitionSpec "
     "describes; add up inside the step, or put it behind: optax.chain(compressed(...), optax.MultiSteps(...))",
+    "MaskedState": "optax.masked leaves the gradients of other arrays as each device has them; keep arrays exact with "
+    "exact=..., or give every array a mean: optax.partition({...: tx, ...: optax.set_to_zero()}, labels)",
 }
 """Why the state of a mean must not be inside these states of optax, by their names."""
 
@@ -64,8 +66,9 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     Raises
     ------
     ValueError
-        If the mean is inside `optax.apply_if_finite` or `optax.MultiSteps`, which act on the gradients of one device.
-        If something has turned the state into dicts, such as `flax.nnx.state`.
+        If the mean is inside `optax.apply_if_finite`, `optax.MultiSteps` or `optax.masked`, which act on the gradients
+        of one device; or in some transformations of an `optax.partition`, and others are neither a mean nor
+        `optax.set_to_zero`. If something has turned the state into dicts, such as `flax.nnx.state`.
 
     Examples
     --------
@@ -77,13 +80,7 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     >>> specs[0].residuals.worker["w"] == PartitionSpec("data"), specs[1]["trace"] == PartitionSpec()
     (True, True)
     """
-    for part in jax.tree.leaves(state, is_leaf=lambda part: type(part).__name__ in _REFUSED_AROUND):
-        why = _REFUSED_AROUND.get(type(part).__name__)
-        if why and any(
-            isinstance(inner, Residuals) for inner in jax.tree.leaves(part, is_leaf=_is_residuals)
-        ):
-            raise ValueError(f"state has a compressed mean inside {type(part).__name__}: {why}")
-
+    _require_all_averaged(state)
     _require_types(state)
 
     def specs_of(part: PyTree) -> PyTree:
@@ -91,6 +88,33 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
         return jax.tree.map(lambda _: spec, part)
 
     return jax.tree.map(specs_of, state, is_leaf=_is_residuals)
+
+
+def _require_all_averaged(state: PyTree) -> None:
+    """Raise ValueError if a transformation of optax keeps gradients from a mean inside it."""
+
+    def is_looked_at(part: PyTree) -> bool:
+        return type(part).__name__ in {*_REFUSED_AROUND, "PartitionState"}
+
+    for part in jax.tree.leaves(state, is_leaf=is_looked_at):
+        name = type(part).__name__
+        if not is_looked_at(part) or not _has_mean(part):
+            continue
+        if name in _REFUSED_AROUND:
+            raise ValueError(f"state has a compressed mean inside {name}: {_REFUSED_AROUND[name]}")
+        for label, masked in part.inner_states.items():
+            inner = masked.inner_state
+            if not _has_mean(inner) and type(inner).__name__ != "EmptyState":
+                raise ValueError(
+                    f"state has a PartitionState in which some transformations have a compressed mean, but not the one "
+                    f"of {label!r}, whose gradients each device would have for itself; expected a mean in each, or "
+                    "optax.set_to_zero()"
+                )
+            _require_all_averaged(inner)
+
+
+def _has_mean(state: PyTree) -> bool:
+    return any(map(_is_residuals, jax.tree.leaves(state, is_leaf=_is_residuals)))
 
 
 def _require_types(state: PyTree) -> None:

@@ -8,14 +8,14 @@ They are chained, scheduled, masked and saved like any other. They take the grad
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from qcomp.core import primitives
@@ -23,21 +23,30 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.mean.averaging import PowerSGD
-from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
-from qcomp.core.variance.arithmetic import bias_corrections, divided, floored
+from qcomp.core.variance.arithmetic import (
+    bias_corrections,
+    divided,
+    floored,
+    kept_after,
+    measured,
+    step_on_codes,
+)
 from qcomp.core.variance.policy import VariancePolicy
 from qcomp.core.variance.rules import FreezeAt
-from qcomp.jax.kernels import TracedKernels
+from qcomp.core.variance.schedules import Schedule
+from qcomp.jax.kernels import FromTable, TracedKernels
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals
+from qcomp.jax.muon import MuonState, muon
 from qcomp.jax.packing import Array, cut
 from qcomp.jax.trees import PyTree, Tree
+from qcomp.jax.vectors import correction, cut_like, joined, zeros_like
 
-__all__ = ["OneBitAdamState", "compressed", "onebit_adam", "scale_by_onebit_adam"]
+__all__ = ["MuonState", "OneBitAdamState", "compressed", "muon", "onebit_adam", "scale_by_onebit_adam"]
 
 
 _Moved = tuple[Array, Array, Array, Residuals, Array]
@@ -57,7 +66,7 @@ def compressed(
     compressors: CompressorPolicy | None = None,
     seed: int = 0,
     averaging: PowerSGD | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Replace each device's gradients by their compressed mean over an axis of the mesh.
 
     Parameters
@@ -67,7 +76,7 @@ def compressed(
 
     Returns
     -------
-    optax.GradientTransformation
+    optax.GradientTransformationExtraArgs
         Its state is a `MeshState`; `partition_specs` says how `jax.shard_map` must cut it.
 
     Notes
@@ -76,6 +85,10 @@ def compressed(
     device's own. Transformations after it see the mean, the same on all devices. If a gradient on any device is not
     finite, the mean is NaN on all, and residuals stay as they are; put the later transformations into
     `optax.apply_if_finite` to skip such steps.
+
+    `tx.update` also takes ``weight``, how much this device's gradients count, see `MeshMean`.
+    So does that of a chain:
+    ``tx.update(gradients, state, params, weight=tokens)``.
 
     Do not let Adam, RMSprop or others that divide by averages of squares follow a compressor of one bit, such as
     `ScaledSign`: in a bucket all gradients then have the same square, and training is far worse. A transformation does
@@ -111,11 +124,13 @@ def compressed(
     """
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed, averaging)
 
-    def update(updates: PyTree, state: MeshState, params: PyTree = None) -> tuple[PyTree, MeshState]:
-        del params
-        return mean(updates, state)
+    def update(
+        updates: PyTree, state: MeshState, params: PyTree = None, *, weight: Any = None, **others: Any
+    ) -> tuple[PyTree, MeshState]:
+        del params, others
+        return mean(updates, state, weight=weight)
 
-    return optax.GradientTransformation(mean.init, update)
+    return optax.GradientTransformationExtraArgs(mean.init, update)
 
 
 class OneBitAdamState(NamedTuple):
@@ -130,6 +145,8 @@ class OneBitAdamState(NamedTuple):
     variance: PyTree
     """Adam's second moment; after the warm-up, the constant and bias-corrected one from the freeze."""
     residuals: Residuals
+    measured: Array | tuple[()] = ()
+    """The step of the last measurement of the variance, int32 of shape (); without ``variance_steps`` nothing."""
 
 
 def scale_by_onebit_adam(
@@ -140,23 +157,26 @@ def scale_by_onebit_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     variance_floor: float = 0.03,
+    variance_steps: Schedule | None = None,
     compressor: Compressor = ScaledSign(scale="rms"),
     topology: str = "two_phase",
     feedback: bool = True,
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     seed: int = 0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Rescale gradients as `qcomp.OneBitAdam` does, without a learning rate: see `onebit_adam`.
 
     Parameters
     ----------
-    freeze, axis_name, b1, b2, eps, variance_floor, compressor, topology, feedback, exact, compressors, seed
+    freeze, axis_name, b1, b2, eps, variance_floor, variance_steps, compressor
         See `onebit_adam`.
+    topology, feedback, exact, compressors, seed
+        See `MeshMean`.
 
     Returns
     -------
-    optax.GradientTransformation
+    optax.GradientTransformationExtraArgs
         Its state is a `OneBitAdamState`. In a step with a value that is not finite the result is NaN, on all devices,
         and the moments and residuals stay as they are.
     """
@@ -164,78 +184,147 @@ def scale_by_onebit_adam(
     if type(freeze) is not int or freeze < 1:
         raise ValueError(f"freeze is {freeze!r}; expected the number of exact steps, an int of at least 1")
     adam = Adam(learning_rate=0.0, betas=(b1, b2), eps=eps)  # checks these
-    VariancePolicy(FreezeAt(freeze), variance_floor)  # checks this
-    # After so many steps 1 - b1^step is 1 in float32.
-    until_one = 1 + math.ceil(25 * math.log(2) / -math.log(b1)) if b1 else 1
-    of_momentum, of_variance = (
-        np.asarray(bias_corrections([adam.betas] * steps, which, range(1, steps + 1)))
-        for which, steps in enumerate((until_one, freeze))
-    )
+    VariancePolicy(FreezeAt(freeze), variance_floor, variance_steps)  # checks these
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed)
+    steps = _OneBitAdam(mean, adam, freeze, variance_floor, variance_steps)
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
-    def init(params: PyTree) -> OneBitAdamState:
+
+class _Begun(NamedTuple):
+    """A step that begins. Moments are one vector, since a compiler takes time for every operation on every array."""
+
+    updates: Tree
+    moments: list[Array]
+    """The momentum of each array."""
+    momentum: Array
+    variance: Array
+    state: OneBitAdamState
+    weight: Any
+    numbers: StepNumbers
+
+
+@dataclass(frozen=True)
+class _OneBitAdam:
+    """The steps of 1-bit Adam on a mesh."""
+
+    mean: MeshMean
+    adam: Adam
+    freeze: int
+    floor: float
+    schedule: Schedule | None
+
+    def init(self, params: PyTree) -> OneBitAdamState:
+        """Return moments and residuals of zero."""
         taken = Tree.of(params, "params")
         tensors = taken.whole(as_tensors(list(map(jnp.asarray, taken.leaves)), "params"))
-        momentum, variance = (jax.tree.map(_zeros_like, tensors) for _ in range(2))
-        return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, mean.residuals(params))
+        momentum, variance = (jax.tree.map(zeros_like, tensors) for _ in range(2))
+        last = () if self.schedule is None else jnp.int32(self.freeze)
+        residuals = self.mean.residuals(params)
+        return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, residuals, last)
 
     def update(
-        updates: PyTree, state: OneBitAdamState, params: PyTree = None
+        self,
+        updates: PyTree,
+        state: OneBitAdamState,
+        params: PyTree = None,  # noqa: ARG002 - as optax calls it
+        *,
+        weight: Any = None,
+        **others: Any,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, OneBitAdamState]:
-        del params
+        """Return the direction of the step, and the state after it."""
         taken = Tree.of(updates, "updates")
         moments = taken.like(state.momentum, "momentum")
         for name, g, m in zip(taken.names, taken.leaves, moments, strict=True):
             if jnp.shape(g) != m.shape:
                 raise ValueError(f"updates has at {name!r} the shape {jnp.shape(g)}; state has {m.shape}")
-        # As one vector, since a compiler takes time for every operation on every array.
-        old_momentum, old_variance = _joined(moments), _joined(taken.like(state.variance, "variance"))
-        zeros = jnp.zeros_like(old_momentum)
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.
-        numbers = StepNumbers(-1.0, _at(of_momentum, count), eps, 0.0)
-
-        def warm_up() -> _Moved:
-            # Before the mean, as in the core: a mean in half precision would lose bits that the moments have.
-            wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, moments, strict=True)]
-            means, residuals, accepted = mean.average(
-                taken.whole(wide), state.residuals, state.step, exactly=True
-            )
-            gradient = _joined(taken.like(means, "means"))
-            of_adam = AdamNumbers(adam.betas, _at(of_variance, count), 0.0, numbers)
-            ((direction, momentum, variance),) = primitives.adam_steps(
-                [zeros], [old_momentum], [old_variance], [gradient], [of_adam]
-            )
-            exact = mean.keeps_exact(updates)
-
-            def freeze_it(variance: Array) -> Array:
-                return _frozen(variance, float(of_variance[-1]), moments, exact, variance_floor)
-
-            variance = jax.lax.cond(count == freeze, freeze_it, lambda variance: variance, variance)
-            return direction, momentum, variance, residuals, accepted
-
-        def compress() -> _Moved:
-            means, residuals, accepted = mean.average(
-                updates, state.residuals, state.step, momenta=state.momentum, beta=b1
-            )
-            averaged = _joined(taken.like(means, "means"))
-            ((direction, momentum),) = primitives.frozen_steps([zeros], [averaged], [old_variance], [numbers])
-            return direction, momentum, old_variance, residuals, accepted
-
+        numbers = StepNumbers(-1.0, correction(self.adam.betas[0], count), self.adam.eps, 0.0)
+        both = joined(moments), joined(taken.like(state.variance, "variance"))
+        begun = _Begun(taken, moments, *both, state, weight, numbers)
+        steps, which = [self._warm_up, self._compress], jnp.asarray(count > self.freeze, jnp.int32)
+        if self.schedule is not None:
+            steps.append(self._measure)
+            which += which * _traced(self.schedule, count - self.freeze)
         with use_kernels(TracedKernels(state.step)):
-            moved = jax.lax.cond(state.step < freeze, warm_up, compress)
+            moved = jax.lax.switch(which, [partial(step, begun) for step in steps])
             direction, momentum, variance, residuals, accepted = moved
-            took = accepted.astype(jnp.int32)
+            took, last = accepted.astype(jnp.int32), state.measured
+            if self.schedule is not None:
+                last = jnp.where(accepted & (which == steps.index(self._measure)), count, last)
             new = OneBitAdamState(
                 state.step + took,
                 state.skipped + 1 - took,
-                _cut(jnp.where(accepted, momentum, old_momentum), state.momentum),
-                _cut(jnp.where(accepted, variance, old_variance), state.variance),
+                cut_like(jnp.where(accepted, momentum, begun.momentum), state.momentum),
+                cut_like(jnp.where(accepted, variance, begun.variance), state.variance),
                 residuals,
+                last,
             )
-            return _cut(jnp.where(accepted, direction, jnp.nan), updates), new
+            return cut_like(jnp.where(accepted, direction, jnp.nan), updates), new
 
-    return optax.GradientTransformation(init, update)
+    def _warm_up(self, begun: _Begun) -> _Moved:
+        """Make a step of Adam; the last one freezes the variance."""
+        gradient, residuals, accepted = self._exact_mean(begun)
+        count = begun.state.step + 1
+        of_adam = AdamNumbers(self.adam.betas, correction(self.adam.betas[1], count), 0.0, begun.numbers)
+        ((direction, momentum, variance),) = primitives.adam_steps(
+            [jnp.zeros_like(gradient)], [begun.momentum], [begun.variance], [gradient], [of_adam]
+        )
+
+        def frozen(variance: Array) -> Array:
+            (corrected,) = divided([variance], bias_corrections([self.adam.betas], 1, [self.freeze]))
+            return self._floored(corrected, begun)
+
+        variance = jax.lax.cond(count == self.freeze, frozen, lambda variance: variance, variance)
+        return direction, momentum, variance, residuals, accepted
+
+    def _compress(self, begun: _Begun) -> _Moved:
+        """Make a step with the compressed mean of the momentum."""
+        state, (b1, _) = begun.state, self.adam.betas
+        means, residuals, accepted = self.mean.average(
+            begun.updates.whole(begun.updates.leaves),
+            state.residuals,
+            state.step,
+            momenta=state.momentum,
+            beta=b1,
+            weight=begun.weight,
+        )
+        averaged = joined(begun.updates.like(means, "means"))
+        ((direction, momentum),) = primitives.frozen_steps(
+            [jnp.zeros_like(averaged)], [averaged], [begun.variance], [begun.numbers]
+        )
+        return direction, momentum, begun.variance, residuals, accepted
+
+    def _measure(self, begun: _Begun) -> _Moved:
+        """Make a step with the exact mean of the gradients, with which the variance is measured again."""
+        gradient, residuals, accepted = self._exact_mean(begun)
+        kept: Any = FromTable(_kept(self.adam.betas[1]), begun.state.step + 1 - begun.state.measured)
+        (variance,) = measured([begun.variance], [gradient], [False], kept=[kept], floor=0.0)
+        variance = self._floored(variance, begun)
+        (direction,), (momentum,) = step_on_codes(
+            [jnp.zeros_like(gradient)],
+            [gradient],
+            [begun.momentum],
+            [variance],
+            [begun.numbers],
+            betas=[self.adam.betas],
+            donate=False,
+        )
+        return direction, momentum, variance, residuals, accepted
+
+    def _exact_mean(self, begun: _Begun) -> tuple[Array, Residuals, Array]:
+        """Return the exact mean of the gradients as one vector, the residuals, and whether it was accepted."""
+        taken = begun.updates
+        # Before the mean, as in the core: a mean in half precision would lose bits that the moments have.
+        wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, begun.moments, strict=True)]
+        means, residuals, accepted = self.mean.average(
+            taken.whole(wide), begun.state.residuals, begun.state.step, exactly=True, weight=begun.weight
+        )
+        return joined(taken.like(means, "means")), residuals, accepted
+
+    def _floored(self, variance: Array, begun: _Begun) -> Array:
+        exact = self.mean.keeps_exact(begun.updates.whole(begun.updates.leaves))
+        return _floored(variance, begun.moments, exact, self.floor)
 
 
 def onebit_adam(
@@ -248,13 +337,14 @@ def onebit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     variance_floor: float = 0.03,
+    variance_steps: Schedule | None = None,
     compressor: Compressor = ScaledSign(scale="rms"),
     topology: str = "two_phase",
     feedback: bool = True,
     exact: ExactPolicy | None = ExactBelow(10_000),
     compressors: CompressorPolicy | None = None,
     seed: int = 0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Make steps of 1-bit Adam over an axis of the mesh: exact ones, then with a frozen variance and one bit.
 
     Parameters
@@ -273,6 +363,9 @@ def onebit_adam(
         Decoupled weight decay; `tx.update` then needs the parameters.
     variance_floor : float
         Smallest frozen variance of an element, as a fraction of the mean of its array; see `qcomp.OneBitAdam`.
+    variance_steps : callable, optional
+        Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
+        again, such as ``qcomp.DoublingIntervals(4)``. The step is traced. None leaves it frozen.
     compressor : Compressor
         Compresses the momentum, on workers and servers.
     topology, feedback, exact, compressors, seed
@@ -280,14 +373,17 @@ def onebit_adam(
 
     Returns
     -------
-    optax.GradientTransformation
+    optax.GradientTransformationExtraArgs
         If a gradient on any device is not finite, the step is skipped on all: nothing changes but the counts of skipped
         steps.
 
     Notes
     -----
     The steps equal `qcomp.OneBitAdam` with an int for ``freeze`` and no watch: a rule or a watch would have to
-    read values on the host in every step.
+    read values on the host in every step. `qcomp.QAdam` has the same steps with other settings:
+    ``compressor=qcomp.MinMaxUInt8(), variance_steps=qcomp.DoublingIntervals(4)``.
+
+    `tx.update` also takes ``weight``, see `MeshMean`.
 
     Examples
     --------
@@ -317,6 +413,7 @@ def onebit_adam(
         b2=b2,
         eps=eps,
         variance_floor=variance_floor,
+        variance_steps=variance_steps,
         compressor=compressor,
         topology=topology,
         feedback=feedback,
@@ -341,30 +438,28 @@ def _require_no_arrays(**settings: Any) -> None:
             )
 
 
-def _at(corrections: np.ndarray, count: Array) -> Array:
-    """Return the correction of a step, the last one for all later steps."""
-    return jnp.asarray(corrections)[jnp.minimum(count, len(corrections)) - 1]
+def _kept(beta2: float) -> list[float]:
+    """Return how much of a variance a measurement keeps, by the steps since the last one; the last is the least."""
+    kept = [1.0]
+    while kept[-1] > kept_after(beta2, _ALWAYS):
+        kept.append(kept_after(beta2, len(kept)))
+    return kept
 
 
-def _joined(arrays: Sequence[Array]) -> Array:
-    """Return the elements of arrays as one vector."""
-    return jax.lax.concatenate([jnp.ravel(x) for x in arrays], 0)
+def _traced(schedule: Schedule, step: Array) -> Array:
+    """Return whether a schedule selects a step, which is traced, as 0 or 1."""
+    try:
+        return jnp.asarray(schedule(step), jnp.int32)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"variance_steps is {schedule!r}, which cannot be traced by jax.jit; expected a schedule that consists of "
+            "arithmetic and comparisons without branches, such as qcomp.DoublingIntervals(4)"
+        ) from error
 
 
-def _cut(joined: Array, like: PyTree) -> PyTree:
-    """Return a vector as a pytree like another, in its dtypes; the inverse of `_joined`."""
-    leaves, structure = jax.tree.flatten(like)
-    parts = zip(cut(joined, [jnp.size(x) for x in leaves]), leaves, strict=True)
-    return jax.tree.unflatten(
-        structure, [jnp.reshape(part, jnp.shape(x)).astype(x.dtype) for part, x in parts]
-    )
-
-
-def _frozen(
-    variance: Array, correction: float, like: Sequence[Array], exact: Sequence[bool], floor: float
-) -> Array:
-    """Return `frozen` of joined variances of arrays like these; variances of one size are floored together."""
-    parts = cut(divided([variance], [correction])[0], [x.size for x in like])
+def _floored(variance: Array, like: Sequence[Array], exact: Sequence[bool], floor: float) -> Array:
+    """Return `floored` of joined variances of arrays like these; variances of one size are floored together."""
+    parts = cut(variance, [x.size for x in like])
     of_size = defaultdict(list)
     for index, (part, is_exact) in enumerate(zip(parts, exact, strict=True)):
         if not is_exact and part.size:
@@ -375,8 +470,3 @@ def _frozen(
         for index, part in zip(indexes, cut(jnp.ravel(raised), [size] * len(indexes)), strict=True):
             parts[index] = part
     return jax.lax.concatenate(parts, 0)
-
-
-def _zeros_like(x: Array) -> Array:
-    """Return zeros in the dtype in which an array is computed, wherever JAX places them."""
-    return jnp.zeros(x.shape, compute_dtype_name(x.dtype.name))

@@ -23,8 +23,9 @@ from qcomp.core.mean.chunks import Chunks, Segment
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
 from qcomp.core.mean.factors import FactorPlan, Factors, Finish, serve
-from qcomp.core.mean.framing import Frame
+from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
+from qcomp.core.mean.owned import OwnedLayout, OwnedMean, Owners, Rule
 from qcomp.core.mean.powersgd import PowerSGDMean
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages
 from qcomp.core.mean.topologies.all_gather import GatherAll
@@ -35,7 +36,7 @@ from qcomp.core.numeric.low_rank import first_factor
 from qcomp.core.numeric.random import Key
 from qcomp.jax.packing import PackedCodec, cut
 
-__all__ = ["TOPOLOGIES", "SpmdMean", "SpmdPowerSGDMean", "drive"]
+__all__ = ["TOPOLOGIES", "SpmdMean", "SpmdOwnedMean", "SpmdPowerSGDMean", "drive"]
 
 Result = TypeVar("Result")
 
@@ -301,6 +302,120 @@ class SpmdPowerSGDMean(PowerSGDMean):
             return Compressed((jax.lax.switch(rank, branches, list(arrived)),), (), None)
 
         return served
+
+
+@dataclass(frozen=True, eq=False)
+class _SpmdOwnedLayout(_SpmdLayout, OwnedLayout):
+    """An `OwnedLayout` that any rank can run, with messages of one length."""
+
+    def at(self, rank: int) -> _SpmdOwnedLayout:
+        """Return the layout of one rank."""
+        assert isinstance(self.updates, _SpmdLayout)
+        operands = replace(self.operands, rank=rank)
+        return replace(self, operands=operands, updates=self.updates.at(rank))
+
+
+class _CodecOfOwner(PackedCodec):
+    """A codec whose means are those of a chunk's whole tensors, as the core's."""
+
+    def average(
+        self, opened: Sequence[Opened], places: Sequence[Array] | None = None, *, divisor: str = "ranks"
+    ) -> list[Array]:
+        """Return the mean over ranks of each tensor of a chunk."""
+        means = super().average(opened, places, divisor=divisor)
+        return [means[segment.tensor] for segment in opened[0].frame.chunk]
+
+
+class _OwnersOnAxis(_OnAxis, Owners):
+    """The momenta of a rank are one vector, of the size of the largest chunk, and so are its residuals."""
+
+    shortens = False
+
+    def __init__(self, updates: Compressor, rule: Rule, repaid: float, axis_name: str) -> None:
+        Owners.__init__(self, updates, rule, repaid)
+        self.axis_name = axis_name
+
+    def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
+        """Give every tensor to an owner."""
+        found = super().lay_out(operands, chunks)
+        assert isinstance(found, OwnedLayout)
+        most = max(sum(segment.size for segment in chunk) for chunk in found.chunks)
+        room = (Segment(0, 0, most, 0),) if most else ()
+        updates = _SpmdLayout(found.updates.operands, found.updates.chunks, found.updates.residuals)
+        residuals = Residuals(found.residuals.worker, room)
+        return _SpmdOwnedLayout(operands, found.chunks, residuals, updates)
+
+    def stages(self, call: Call) -> Stages[Averaged]:
+        """Send each tensor to its owner, and its update to all."""
+        return (yield from self.on_axis(super().stages, call))
+
+    def serve(
+        self,
+        codec: Codec,
+        call: Call,
+        arrived: Sequence[Array],
+        verdicts: Verdicts,  # noqa: ARG002 - the owner tells all ranks what it was told
+        error: NonFiniteError | None,
+    ) -> Compressed:
+        """Make the updates of this device's tensors, in a branch for each device."""
+        _require_no_axis_of_the_compiler(self.axis_name)
+        layout = call.layout
+        assert isinstance(layout, _SpmdOwnedLayout)
+        frames, server = layout.updates.frames, list[Any](call.server)
+
+        def branch(rank: int) -> Callable[[list[Array]], tuple[Array, ...]]:
+            own = layout.at(rank)
+            chunk = own.chunks[rank]
+            sizes = [segment.size for segment in chunk]
+
+            def served(arrived: list[Array]) -> tuple[Array, ...]:
+                momenta, owed = (cut(kept[: sum(sizes)], sizes) if sizes else [] for kept in server)
+                told = Verdicts(at_once=False)
+                of_rank = call._replace(layout=own, server=(*momenta, *owed))
+                packed = _CodecOfOwner(codec.tensors)
+                compressed = Owners.serve(self, packed, of_rank, arrived, told, error)
+                message: Any = _with_verdicts(compressed, own.updates.own.as_tensors, told)
+                new: Any = compressed.residuals
+                halves = new[: len(sizes)], new[len(sizes) :]
+                kept = [
+                    jnp.concatenate([*half, before[sum(sizes) :]])
+                    for half, before in zip(halves, server, strict=True)
+                ]
+                return jnp.pad(message, (0, frames[rank].nbytes - message.shape[0])), *kept
+
+            return served
+
+        rank = jax.lax.axis_index(self.axis_name)
+        message, *kept = jax.lax.switch(rank, list(map(branch, range(layout.world))), list(arrived))
+        return Compressed((message,), tuple(kept), None)
+
+
+@dataclass(frozen=True)
+class SpmdOwnedMean(OwnedMean):
+    """An `OwnedMean` over an axis of a mesh, for `drive`; the rank in its states is 0 on all devices.
+
+    Parameters
+    ----------
+    compressor, updates, rule, repaid
+        See `OwnedMean`. Payloads must have a fixed length.
+    axis_name : str
+        The axis.
+    """
+
+    axis_name: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_fixed_lengths(self.sends)
+
+    @cached_property
+    def resolved(self) -> Owners:
+        """Two phases around the rule, on the axis."""
+        return _OwnersOnAxis(self.updates, self.rule, self.repaid, self.axis_name)
+
+    def cut(self, joined: Array, sizes: Sequence[int]) -> list[Array]:
+        """Return the parts of a flat vector that consists of tensors of these sizes."""
+        return cut(joined, sizes)
 
 
 def _on_axis(factors: Factors) -> Factors:

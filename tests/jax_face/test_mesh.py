@@ -18,7 +18,10 @@ pytest.importorskip("optax", reason="optax is not installed")
 
 CASES = [
     "steps",
-    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("means", "in_optax", "misuse")),
+    *(
+        pytest.param(case, marks=pytest.mark.exhaustive)
+        for case in ("means", "optimizers", "in_optax", "misuse")
+    ),
 ]
 
 
@@ -139,21 +142,93 @@ def test_a_freeze_that_is_not_a_step_is_refused(freeze):
         qcomp.jax.optax.onebit_adam(1e-3, freeze, "data")
 
 
-def test_joined_variances_freeze_as_each_does_alone():
+def outer(**settings):
+    return qcomp.jax.MeshOuterLoop(qcomp.OuterLoop(every=2, **settings), "data")
+
+
+def muon(**settings):
+    import qcomp.jax.optax
+
+    return qcomp.jax.optax.muon(qcomp.Muon(**{"learning_rate": 0.1, "nonfinite": "skip", **settings}), "data")
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "match"),
+    [
+        (outer, {"warmup": 3}, r"loop has warmup=3; expected 0: .*jax\.lax\.pmean"),
+        (
+            outer,
+            {"outer": qcomp.Adam(learning_rate=0.1)},
+            r"loop has outer=Adam.*; expected a qcomp\.SGD with a",
+        ),
+        (
+            outer,
+            {"outer": qcomp.SGD(learning_rate=float)},
+            r"loop has outer=SGD.*; expected a qcomp\.SGD with a",
+        ),
+        (
+            outer,
+            {"compressor": qcomp.MinMaxUInt8(), "averaging": qcomp.Averaging(topology="ring")},
+            "topology is 'ring'; expected 'two_phase' or",
+        ),
+        (
+            outer,
+            {
+                "compressor": qcomp.TopK(k=2, bucket_size=16),
+                "averaging": qcomp.Averaging(topology="all_gather", divisor="senders"),
+            },
+            "loop has the divisor 'senders'; expected 'ranks' on a mesh",
+        ),
+        (muon, {"nonfinite": "raise"}, "optimizer has nonfinite='raise'; expected 'skip' on a mesh"),
+        (muon, {"clip_norm": 1.0}, r"optimizer has clip_norm=1\.0; expected None on a mesh"),
+        (
+            muon,
+            {"whiten_steps": qcomp.DoublingIntervals()},
+            "optimizer has whiten_steps=Doubling.*; expected None",
+        ),
+        (
+            muon,
+            {"compressor": qcomp.QSGD(levels=7, coding="elias")},
+            "vary in length; expected one with payloads of",
+        ),
+    ],
+)
+def test_settings_that_a_program_lacks(make, settings, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        make(**settings)
+
+
+def test_schedules_of_traced_steps():
+    """They select the same steps as on the host; one with branches is refused."""
+    import jax
+    import jax.numpy as jnp
+
+    import qcomp.jax.optax
+
+    steps = [*range(1, 500), 2**20, 2**31 - 1]
+    for schedule in (qcomp.DoublingIntervals(4), qcomp.DoublingIntervals(3, longest=8)):
+        traced = jax.jit(jax.vmap(schedule))(jnp.asarray(steps, jnp.int32))
+        assert traced.tolist() == [schedule(step) for step in steps]
+    with pytest.raises(TypeError, match=r"variance_steps is .*, which cannot be traced by jax\.jit"):
+        jax.eval_shape(
+            lambda step: qcomp.jax.optax._traced(lambda n: n > 3 and n % 2 == 0, step), jnp.int32(0)
+        )
+
+
+def test_joined_variances_get_the_floor_of_each_alone():
     """Those of one size are one array in a program; exact ones have no floor."""
     import jax.numpy as jnp
     import numpy as np
 
-    from qcomp.core.variance.arithmetic import frozen
-    from qcomp.jax.optax import _frozen
+    from qcomp.core.variance.arithmetic import floored
+    from qcomp.jax.optax import _floored
 
     draws = np.random.default_rng(0).standard_normal((5, 12)).astype(np.float32) ** 8
     parts = [draws[0], draws[1, :5], draws[2], np.zeros(0, np.float32), draws[3], draws[4, :5]]
     exact = [False, False, True, False, False, True]
-    settings = [0.75] * len(parts), exact, 0.3
-    joined = _frozen(jnp.concatenate(parts), 0.75, [jnp.asarray(x) for x in parts], exact, 0.3)
-    assert np.array_equal(joined, np.concatenate(frozen(parts, *settings)))
-    assert not np.array_equal(joined, np.concatenate(frozen(parts, [0.75] * len(parts), [False] * 6, 0.3)))
+    joined = _floored(jnp.concatenate(parts), [jnp.asarray(x) for x in parts], exact, 0.3)
+    assert np.array_equal(joined, np.concatenate(floored(parts, exact, 0.3)))
+    assert not np.array_equal(joined, np.concatenate(floored(parts, [False] * 6, 0.3)))
 
 
 class TestInjectedSettings:

@@ -15,7 +15,7 @@ from tests.outer import test_failures, test_laws, test_overlapped, test_referenc
 from tests.outer.jobs import loop_of
 
 LOOP = module.OuterLoop
-DEPART, LAND, EXCHANGE = LOOP._depart, LOOP._land, LOOP.exchange
+DEPART, LAND, EXCHANGE = LOOP.depart, LOOP.land, LOOP.exchange
 
 
 def wrong_sign(self, *given):
@@ -96,31 +96,31 @@ def equal_on_all_ranks(self, stage):
 BROKEN = {
     "wrong sign": (
         LOOP,
-        "_depart",
+        "depart",
         wrong_sign,
         test_laws.test_rounds_of_one_step_equal_the_outer_optimizer,
     ),
-    "half": (LOOP, "_depart", halves_the_outer_gradient, test_laws.test_sent_and_owed_values_add_up),
+    "half": (LOOP, "depart", halves_the_outer_gradient, test_laws.test_sent_and_owed_values_add_up),
     "anchor": (
         LOOP,
-        "_land",
+        "land",
         keeps_its_anchor,
         test_laws.test_rounds_of_one_step_equal_the_outer_optimizer,
     ),
     "per rank": (
         LOOP,
-        "_land",
+        "land",
         moves_by_its_own,
         test_laws.test_shared_parameters_are_the_same_on_all_ranks_bit_for_bit,
     ),
-    "residual": (LOOP, "_land", forgets_what_it_owes, test_laws.test_sent_and_owed_values_add_up),
+    "residual": (LOOP, "land", forgets_what_it_owes, test_laws.test_sent_and_owed_values_add_up),
     "moments": (
         LOOP,
-        "_land",
+        "land",
         forgets_moments,
         test_laws.test_rounds_of_one_step_equal_the_outer_optimizer,
     ),
-    "own": (LOOP, "_land", keeps_its_own, test_laws.test_ranks_differ_between_rounds_and_agree_after_them),
+    "own": (LOOP, "land", keeps_its_own, test_laws.test_ranks_differ_between_rounds_and_agree_after_them),
     "decay": (CompressedMean, "rescaled", without_decay, test_laws.test_sent_and_owed_values_add_up),
     "scale": (
         primitives,

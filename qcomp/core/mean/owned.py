@@ -167,6 +167,8 @@ class Owners(TwoPhase):
 
     allows_rounds = False
     blends = False
+    shortens = True
+    """Whether a rank that is alone skips exchanges that lose nothing."""
 
     def __init__(self, updates: Compressor, rule: Rule, repaid: float) -> None:
         self._compressor = updates
@@ -176,7 +178,8 @@ class Owners(TwoPhase):
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each tensor to its owner, and its update to all; a worker keeps ``repaid`` times what it lost."""
         ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
-        if call.layout.world == 1 and call.layout.own.chunk and all(c.traits.lossless for c in ways):
+        alone = self.shortens and call.layout.world == 1
+        if alone and call.layout.own.chunk and all(c.traits.lossless for c in ways):
             return (yield from self._alone(call))
         if call.whiteners:
             sides = itertools.starmap(self._rule.sides, enumerate(call.layout.operands.shapes))
@@ -243,7 +246,7 @@ class Owners(TwoPhase):
             means = list(map(unwhitened, means, whiteners, map(self._rule.sides, owned, shapes)))
         updates, momenta = self._rule.updates(means, momenta, owned, shapes)
         frame = self.answers(layout).own
-        sent = Codec(updates, codec.like).encode(
+        sent = type(codec)(updates, codec.like).encode(
             [frame.as_tensors], updates, owed, call.key.at(hop=1), donate=False
         )
         return sent._replace(residuals=(*momenta, *sent.residuals))

@@ -277,6 +277,29 @@ class Muon(Optimizer):
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:
         """Return moments and residuals of zero; there is no warm-up."""
+        exact = self.of_adam(params, names)
+        kept = [
+            p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]
+            for p, is_exact in zip(params, exact, strict=True)
+        ]
+        state = OptimizerState.first("compressed", names, rank, size)._replace(
+            exact=exact, momentum=zeros_like(kept), variance=zeros_like(kept)
+        )
+        if self.whiten_steps is not None and not self.compressor.traits.lossless:
+            whiteners = first_whiteners(params, exact, self.mean_of(state))
+            state = state._replace(arrays={WHITENER: whiteners})
+        return state._replace(exchange=self.compression.zero_residuals(params, state))
+
+    def of_adam(self, params: Sequence[Array], names: tuple[str, ...]) -> tuple[bool, ...]:
+        """Return for each tensor whether AdamW moves it; warn if that, or the form of a matrix, is doubtful.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters.
+        names : tuple of str
+            Their names.
+        """
         shapes = self.shapes_of(params)
         tensors = [Tensor(name, shape, math.prod(shape)) for name, shape in zip(names, shapes, strict=True)]
         forms = forms_of(names, self.output_axis, tuple(self.stacks), self._splits)
@@ -291,17 +314,7 @@ class Muon(Optimizer):
         matrices, forms = list(compress(tensors, by_muon)), tuple(compress(forms, by_muon))
         require_forms(matrices, forms, self.stacks, self._splits)
         warn_of_doubts(matrices, forms, self._splits, guess_outside=not callable(self.others))
-        kept = [
-            p if is_exact else array_namespace(p).reshape(p, (-1,))[:0]
-            for p, is_exact in zip(params, exact, strict=True)
-        ]
-        state = OptimizerState.first("compressed", names, rank, size)._replace(
-            exact=exact, momentum=zeros_like(kept), variance=zeros_like(kept)
-        )
-        if self.whiten_steps is not None and not self.compressor.traits.lossless:
-            whiteners = first_whiteners(params, exact, self.mean_of(state))
-            state = state._replace(arrays={WHITENER: whiteners})
-        return state._replace(exchange=self.compression.zero_residuals(params, state))
+        return exact
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
         """Return a saved state with the first whiteners, if it was saved without any."""

@@ -275,7 +275,7 @@ class OuterLoop(OuterSettings):
             means = landed[fragment] if fragment in landed else (yield from self.exchange(after, fragment))
             if compares:
                 yield from self._compare(after)
-            tensors, after = self._land(fragment, means, tensors, after)
+            tensors, after = self.land(fragment, means, tensors, after)
         departing = self._departing(after)
         if departing is not None:
             factor = 1.0
@@ -283,12 +283,12 @@ class OuterLoop(OuterSettings):
                 from qcomp.core.mean.weights import weight_stages  # noqa: PLC0415 - few scripts weigh
 
                 factor = yield from weight_stages(weight, state.size, tensors[0])
-            after = self._depart(departing, tensors, after, factor)
+            after = self.depart(departing, tensors, after, factor)
             if not self.delay:
                 means = yield from self.exchange(after, departing)
                 if compares:
                     yield from self._compare(after)
-                tensors, after = self._land(departing, means, tensors, after)
+                tensors, after = self.land(departing, means, tensors, after)
         if not shares:
             pairs = zip(tensors, after.arrays[ANCHOR], strict=True)
             tensors = [copy(p) if p is x else p for p, x in pairs]
@@ -434,10 +434,22 @@ class OuterLoop(OuterSettings):
         ahead = self.delay if self.turn == "apply" else 0
         return due(state.step - self.warmup + ahead, self.every, self.fragments)
 
-    def _depart(
+    def depart(
         self, fragment: int, tensors: Sequence[Array], state: OptimizerState, factor: float
     ) -> OptimizerState:
-        """Return the state in which the outer gradients of a fragment, times a factor, are under way."""
+        """Return the state in which the outer gradients of a fragment are under way, for callers that exchange.
+
+        Parameters
+        ----------
+        fragment : int
+            Its number.
+        tensors : sequence of arrays
+            This rank's parameters.
+        state : OptimizerState
+            The state of the last step, with its count.
+        factor : float
+            Multiplies the outer gradients.
+        """
         anchor = state.arrays[ANCHOR]
         sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
@@ -457,10 +469,22 @@ class OuterLoop(OuterSettings):
                 sent, state.size, sent[0], _NAME, "outer gradients in the first round"
             )
 
-    def _land(
+    def land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Move the shared parameters of a fragment, and this rank's towards them; both may then be the same arrays."""
+        """Move the shared parameters of a fragment, and this rank's towards them; both may then be the same arrays.
+
+        Parameters
+        ----------
+        fragment : int
+            Its number.
+        means : Means
+            The result of its exchange.
+        tensors : sequence of arrays
+            This rank's parameters.
+        state : OptimizerState
+            A state in which the fragment is under way.
+        """
         members = self.members(state, fragment)
         part = take(state, members, self.compression)
         rounds = state.numbers[rounds_key(fragment)]

@@ -8,7 +8,8 @@ from qcomp.core.settings import plain_numbers
 __all__ = ["DoublingIntervals", "LocalSteps", "Schedule", "require_schedule"]
 
 Schedule = Callable[[int], bool]
-"""Returns whether a step, counted from 1, belongs to a set."""
+"""Returns whether a step, counted from 1, belongs to a set. In a program that JAX compiles, the step is traced: such as
+all of `DoublingIntervals`, the function then consists of arithmetic and comparisons without branches."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class DoublingIntervals:
         """Return whether a step belongs to the set."""
         done = step - 1
         # Before the intervals of 2^b there are each * (1 + 2 + ... + 2^(b-1)) = each * (2^b - 1) steps.
-        power = (done // self.each + 1).bit_length() - 1
+        power = _floor_log2(done // self.each + 1)
         if self.longest is not None:
-            power = min(power, self.longest.bit_length() - 1)
+            most = self.longest.bit_length() - 1
+            power = power - (power - most) * (power > most)
         return (done - self.each * ((1 << power) - 1)) % (1 << power) == 0
 
 
@@ -102,6 +104,14 @@ def require_schedule(argument: str, value: object, does: str) -> None:
             f"{argument} is {value!r}; expected a schedule, which returns whether a step {does}, such as "
             "qcomp.DoublingIntervals(each=4)"
         )
+
+
+def _floor_log2(number: int) -> int:
+    """Return the logarithm of an integer from 1 to 2^32 - 1, rounded down, also of one that a compiler traces."""
+    power = 0
+    for step in (16, 8, 4, 2, 1):
+        power += step * (number >> (power + step) > 0)
+    return power
 
 
 def _require_positive(argument: str, value: int) -> None:

@@ -198,6 +198,15 @@ def test_residuals_have_no_derivative():
     [
         (lambda tx: optax.apply_if_finite(tx, 3), r"inside ApplyIfFiniteState: .*put it behind"),
         (lambda tx: optax.MultiSteps(tx, 2), r"inside MultiStepsState: .*add up inside the step"),
+        (lambda tx: optax.masked(tx, {"w": True}), r"inside MaskedState: .*keep arrays exact with exact="),
+        (
+            lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a"}),
+            r"not the one of 'b', whose gradients each device would have for itself",
+        ),
+        (
+            lambda tx: optax.partition({"a": optax.MultiSteps(tx, 2).gradient_transformation()}, {"w": "a"}),
+            "inside MultiStepsState",
+        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -220,6 +229,17 @@ def test_wrappers_that_act_on_the_mean_are_allowed():
     state, specs = started(optax.chain(compressed, behind), mesh_of(2), {"w": jnp.ones(8)})
     assert specs[0].residuals.worker == {"w": DATA}
     assert set(jax.tree.leaves(specs[1])) == {ALL}
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+
+
+def test_a_mean_for_each_label():
+    """Arrays that do not move need none."""
+    means = {
+        label: qcomp.jax.optax.compressed(SIGN, "data", exact=None, seed=n) for n, label in enumerate("ab")
+    }
+    tx = optax.partition({**means, "c": optax.set_to_zero()}, {"w": "a", "b": "b", "frozen": "c"})
+    state, specs = started(tx, mesh_of(2), {"w": jnp.ones(8), "b": jnp.ones(16), "frozen": jnp.ones(3)})
+    assert jax.tree.leaves(specs).count(DATA) == 4
     assert jax.tree.structure(specs) == jax.tree.structure(state)
 
 

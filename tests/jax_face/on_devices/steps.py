@@ -177,7 +177,8 @@ class TestTheSameAsTheCore:
     def test_bytes_and_parameters(self, n, compressor, topology, monkeypatch):
         opt = qcomp.CompressedSGD(
             learning_rate=0.125,
-            momentum=0,
+            momentum=0.5,
+            nesterov=True,
             compressor=compressor,
             averaging=qcomp.Averaging(topology=topology),
             exact=None,
@@ -185,7 +186,7 @@ class TestTheSameAsTheCore:
         )
         tx = optax.chain(
             qcomp.jax.optax.compressed(compressor, "data", topology=topology, exact=None, seed=5),
-            optax.sgd(0.125),
+            optax.sgd(0.125, momentum=0.5, nesterov=True),
         )
         of_core = train_by_the_core(n, opt)
         params, messages = train_on_mesh(n, tx, monkeypatch)
@@ -267,10 +268,19 @@ class TestTheSameAsTheCore:
         assert_array_equal(momentum, qcomp.comm.run_local(2, rank_main)[0])
 
     @pytest.mark.exhaustive
-    @pytest.mark.parametrize(("n", "floor"), [(2, 0.3), (4, 1e-3)])  # the first value raises many elements
-    def test_one_bit_adam(self, n, floor, monkeypatch):
-        settings = {"eps": 0.01, "compressor": SIGN, "exact": None, "variance_floor": floor}
-        opt = qcomp.OneBitAdam(learning_rate=2**-7, freeze=20, betas=(0.9, 0.95), watch=None, **settings)
+    @pytest.mark.parametrize(
+        ("n", "optimizer", "changes"),
+        [
+            (2, qcomp.OneBitAdam, {"compressor": SIGN, "variance_floor": 0.3}),  # which raises many elements
+            (4, qcomp.OneBitAdam, {"compressor": SIGN, "variance_floor": 1e-3}),
+            (2, qcomp.QAdam, {"variance_steps": qcomp.DoublingIntervals(2)}),
+            (4, qcomp.QAdam, {"variance_steps": qcomp.DoublingIntervals(4, 2), "variance_floor": 0.3}),
+        ],
+    )
+    def test_frozen_variance(self, n, optimizer, changes, monkeypatch):
+        compressor = qcomp.MinMaxUInt8(bucket_size=32)
+        settings = {"eps": 0.01, "compressor": compressor, "exact": None, **changes}
+        opt = optimizer(learning_rate=2**-7, freeze=20, betas=(0.9, 0.95), watch=None, **settings)
         tx = qcomp.jax.optax.onebit_adam(2**-7, 20, "data", b1=0.9, b2=0.95, **settings)
         of_core = train_by_the_core(n, opt)
         params, _ = train_on_mesh(n, tx, monkeypatch)

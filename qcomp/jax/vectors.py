@@ -1,0 +1,51 @@
+"""The arithmetic of optimizers on a mesh: many arrays as one vector, and numbers that depend on the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qcomp.core.numeric.arrays import compute_dtype_name
+from qcomp.core.variance.arithmetic import bias_corrections
+from qcomp.jax.packing import Array, Table, cut
+from qcomp.jax.trees import PyTree
+
+__all__ = ["correction", "cut_like", "joined", "zeros_like"]
+
+
+def joined(arrays: Sequence[Array]) -> Array:
+    """Return the elements of arrays as one vector, since a compiler takes time for every operation on every array."""
+    return jax.lax.concatenate([jnp.ravel(x) for x in arrays], 0)
+
+
+def cut_like(vector: Array, like: PyTree) -> Any:
+    """Return a vector as a pytree like another, in its dtypes; the inverse of `joined`."""
+    leaves, structure = jax.tree.flatten(like)
+    parts = zip(cut(vector, [jnp.size(x) for x in leaves]), leaves, strict=True)
+    return jax.tree.unflatten(
+        structure, [jnp.reshape(part, jnp.shape(x)).astype(x.dtype) for part, x in parts]
+    )
+
+
+def zeros_like(x: Array) -> Array:
+    """Return zeros in the dtype in which an array is computed, wherever JAX places them."""
+    return jnp.zeros(x.shape, compute_dtype_name(x.dtype.name))
+
+
+def correction(beta: float, count: Array) -> Array:
+    """Return the bias correction 1 - beta^count of a traced count of updates, from a table as the core computes it."""
+    table = _corrections(beta)
+    return jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
+
+
+@lru_cache(64)
+def _corrections(beta: float) -> Table:
+    """Return the corrections until 1 - beta^count is 1 in float32."""
+    steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
+    return np.asarray(bias_corrections([(beta, beta)] * steps, 0, range(1, steps + 1)))
