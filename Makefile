@@ -14,7 +14,7 @@ PIP := -m pip install --quiet --no-compile --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-ci test-exhaustive test-all test-versions test-lowest test-newest test-gpu test-peers fuzz coverage mutants
-.PHONY: bench-kernels bench-gpu bench-convergence bench-conversions bench-network bench-loss docs lint format lock wheel clean
+.PHONY: bench-kernels bench-gpu bench-convergence bench-conversions bench-network bench-loss docs lint format lock release wheel clean
 
 # Compiles kernels in processes of their own, which end: a process that compiles them keeps memory for them.
 WARM = $(BIN)/qcomp warmup --compressor sign --compressor minmax & \
@@ -108,6 +108,9 @@ lint: $(INSTALLED)  ## Check style and types.
 
 wheel: $(INSTALLED)  ## Build the sdist and the wheel in dist/.
 	$(BIN)/python -m build
+
+release: $(DOCS)  ## Run the checklist of RELEASE.md; writes to build/ and pushes nothing.
+	$(BIN)/python -m tests.release
 
 lock: $(INSTALLED)  ## Write the exact versions of this environment to constraints.txt.
 	$(BIN)/python $(PIP) --editable '.[dev,docs]'

@@ -8,7 +8,7 @@ determine which one is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qcomp import backends, checkpoint, feedback, topologies
+from qcomp import _deprecations, backends, checkpoint, feedback, topologies
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import (
     QSGD,
@@ -150,12 +150,12 @@ _SUBPACKAGES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import the subpackages on first use, some of which need an array library, and what few scripts use."""
+    """Import subpackages on first use, some of which need an array library, and `weighted`; serve old names."""
     if name == "weighted":
         return import_module("qcomp.core.mean.weights").weighted
     if name in _SUBPACKAGES:
         return import_module(f"qcomp.{name}")
-    raise AttributeError(f"module 'qcomp' has no attribute {name!r}")
+    return _deprecations.former("qcomp", name)
 
 
 def __dir__() -> list[str]:

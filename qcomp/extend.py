@@ -35,9 +35,9 @@ Examples
 [2, 2, 2]
 """
 
-import warnings
 from typing import Any
 
+from qcomp._deprecations import former
 from qcomp.comm.base import Communicator
 from qcomp.comm.buffers import from_host, stage_exchange, to_host
 from qcomp.comm.verbs import Completed, Pending, Verbs
@@ -117,18 +117,10 @@ from qcomp.core.registry import register as register_compressor
 from qcomp.core.state import OptimizerState
 from qcomp.core.traits import AnyCompressor, Coder, Traits
 
-_FORMER = {"AnyFrame": Frame, "Partial": object}
-
 
 def __getattr__(name: str) -> Any:
-    """Return what a former name stands for."""
-    if name not in _FORMER:
-        raise AttributeError(f"module 'qcomp.extend' has no attribute {name!r}")
-    new = _FORMER[name]
-    warnings.warn(
-        f"qcomp.extend.{name} will be removed; write {new.__name__}", DeprecationWarning, stacklevel=2
-    )
-    return new
+    """Return what an old name stands for."""
+    return former(__name__, name)
 
 
 __all__ = [

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "digest_of", "version_and_sources"]
 
-__version__ = "0.1.0"
-"""The release, such as "0.1.0"."""
+__version__ = "1.0.0rc1"
+"""The release, such as "1.0.0"."""
 
 _DIGITS = 12
 

@@ -1,6 +1,7 @@
 """Writes the golden files, and says in words what has changed: ``python -m tests.record_golden``.
 
-A saved state that is in its file stays there as it is: users have such states. What follows it is recorded anew.
+A saved state that is in the file of this version stays there as it is: users have such states. What follows it is
+recorded anew. Payloads, states and names have a folder for each version; `tests.releases` says when it may be written.
 """
 
 import json
@@ -13,6 +14,8 @@ from typing import Any
 
 os.environ["QCOMP_KERNELS"] = "pure"
 
+from qcomp.version import __version__
+from tests import releases
 from tests.golden.jobs import CASES, continued, run
 from tests.golden.names import FRAMEWORKS, described
 
@@ -27,19 +30,22 @@ FIRST = {
 }
 STATES = sorted(FIRST.values())
 """One case of each optimizer and loop, whose states are kept."""
+OF_VERSIONS = ("names", "payloads", "states")
+"""The files that each version has in a folder of its own."""
 MOST = 4
 """Parts of a line whose differences are told one by one."""
 
 
 @cache
 def read(file: str) -> Any:
-    """Return the content of a golden file."""
-    path = FOLDER / f"{file}.json"
+    """Return the content of a golden file of this version."""
+    path = releases.newest(file) if file in OF_VERSIONS else FOLDER / f"{file}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _states() -> dict[str, Any]:
-    kept = {case: read("states").get(case, {}).get("saved") or run(case)[2] for case in STATES}
+    of_this = read("states") if releases.newest("states").parent.name == __version__ else {}
+    kept = {case: of_this.get(case, {}).get("saved") or run(case)[2] for case in STATES}
     return {case: {"saved": saved, "then": continued(case, saved)} for case, saved in kept.items()}
 
 
@@ -93,7 +99,9 @@ def main() -> None:
         for line in differences(old, new):
             print(f"{file}: {line}")
         if new != old:
-            (FOLDER / f"{file}.json").write_text(json.dumps(new, indent=1, ensure_ascii=False) + "\n")
+            path = releases.to_write(file) if file in OF_VERSIONS else FOLDER / f"{file}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(new, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,9 +101,3 @@ def test_shared_names_mean_the_same_in_qcomp_and_extend():
 def test_it_is_imported_on_first_use():
     assert "extend" in dir(qcomp)
     assert sys.modules["qcomp.extend"] is qcomp.extend
-
-
-@pytest.mark.parametrize(("name", "new"), [("Partial", object), ("AnyFrame", extend.Frame)])
-def test_former_names_still_work_with_a_warning(name, new):
-    with pytest.warns(DeprecationWarning, match=f"extend.{name} will be removed; write {new.__name__}$"):
-        assert getattr(extend, name) is new

@@ -1,14 +1,12 @@
 """Payloads: layout, round trip, damaged bytes, and golden files.
 
-The golden file fixes the wire format: every release reads payloads of earlier releases only as long as nobody records
-it anew to make a test pass.
+The golden file fixes the wire format of this version. `tests/golden/test_releases.py` reads those of earlier releases.
 """
 
 import json
 import struct
 import tracemalloc
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +16,10 @@ from hypothesis import strategies as st
 import qcomp
 from qcomp import Key, Payload, PayloadError, PayloadSpec
 from qcomp.core.payload import Field
+from tests import releases
 from tests.contract.compressors import COMPRESSORS
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "payloads.json"
+GOLDEN = releases.newest("payloads")
 SPECS = [
     "sign:bucket_size=32,scale=l1",
     "sign:bucket_size=32,scale=rms",

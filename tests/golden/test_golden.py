@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import record_golden
+from tests import record_golden, releases
 from tests.golden.jobs import CASES, continued, run
 from tests.golden.names import FRAMEWORKS, described
 from tests.record_golden import STATES, TRAJECTORIES, differences
@@ -30,10 +30,20 @@ def test_messages_and_parameters(case):
         require_same("parameters", case, parameters)
 
 
-@pytest.mark.parametrize("case", STATES)
-def test_saved_states_load_and_continue(case):
-    state = record_golden.read("states")[case]
-    require_same("states", case, {**state, "then": continued(case, state["saved"])})
+@pytest.mark.parametrize(
+    ("version", "case"),
+    [
+        (version, case)
+        for version in releases.versions("states")
+        for case in releases.content("states", version)
+    ],
+)
+def test_saved_states_load_and_continue(version, case):
+    state = releases.content("states", version)[case]
+    then = continued(case, state["saved"])
+    assert then.keys() == state["then"].keys()
+    if version == releases.versions("states")[-1]:
+        require_same("states", case, {**state, "then": then})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from qcomp._deprecations import FormerAttribute
 from qcomp.core.checkpoint.format import MAKER, SERVER, WORKER
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
@@ -51,6 +52,8 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
     mixing: float = 0.0
     warmup: int = 0
     seed: int = 0
+    groups = FormerAttribute("qcomp.OuterLoop.groups")
+    learning_rate = FormerAttribute("qcomp.OuterLoop.learning_rate")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,70 @@
+"""Old public names: what each is called now, and the release in which the old one goes."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from qcomp.core.reporting import warn_caller
+
+__all__ = ["FORMER", "Former", "FormerAttribute", "former"]
+
+
+class Former(NamedTuple):
+    """What became of an old name."""
+
+    new: str
+    """The new name, from the top-level package on."""
+    goes: str
+    """The first release without the old name."""
+
+
+FORMER = {
+    "qcomp.OuterLoop.groups": Former("qcomp.OuterLoop.outer.groups", "1.1"),
+    "qcomp.OuterLoop.learning_rate": Former("qcomp.OuterLoop.outer.learning_rate", "1.1"),
+    "qcomp.extend.AnyFrame": Former("qcomp.extend.Frame", "1.1"),
+    "qcomp.extend.Partial": Former("builtins.object", "1.1"),
+}
+"""Every old name that still works. Its module has a ``__getattr__`` with `former`, or its class a `FormerAttribute`."""
+_told: set[str] = set()
+"""The old names that this process has warned of."""
+
+
+def former(module: str, name: str) -> Any:
+    """Return what an old name of a module stands for, and warn of its first use.
+
+    Raises
+    ------
+    AttributeError
+        The module has no such name, and had none.
+    """
+    old = f"{module}.{name}"
+    if old not in FORMER:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    from pkgutil import resolve_name  # noqa: PLC0415  (rarely needed)
+
+    _tell(old)
+    return resolve_name(FORMER[old].new)
+
+
+class FormerAttribute:
+    """An attribute of a class, such as ``"qcomp.OuterLoop.groups"``, that the objects now have elsewhere."""
+
+    def __init__(self, old: str) -> None:
+        self.old = old
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        _tell(self.old)
+        kind = self.old.rpartition(".")[0]
+        return attrgetter(FORMER[self.old].new.removeprefix(f"{kind}."))(instance)
+
+
+def _tell(old: str) -> None:
+    """Warn once that a name is old; where warnings are errors, every time."""
+    if old not in _told:
+        new, goes = FORMER[old]
+        shown = new.removeprefix("builtins.")
+        warn_caller(f"{old} is now {shown}; the old name goes in release {goes}", DeprecationWarning)
+        _told.add(old)
