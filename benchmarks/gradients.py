@@ -205,7 +205,7 @@ def omega_bits(numbers: Integers) -> int:
     """Return the bits of the omega codewords of all these numbers."""
     values, counts = np.unique(numbers, return_counts=True)
     pairs = zip(values.tolist(), counts.tolist(), strict=True)
-    return sum(elias.length("omega", value) * count for value, count in pairs)
+    return sum(elias.length(value) * count for value, count in pairs)
 
 
 def entropy(signed: Integers) -> float:

@@ -1,7 +1,7 @@
 """The two verbs of a communicator, over one common exchange."""
 
+import inspect
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import FrameType
@@ -204,7 +204,7 @@ def require_rank_of_its_own(what: str) -> None:
 
     The children of several ranks would meet each other, and wait or exchange in the place of the ranks.
     """
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
             raise CommunicatorError(

@@ -64,7 +64,17 @@ class OptimizerState(NamedTuple):
 
     @classmethod
     def first(cls, stage: str, names: tuple[str, ...], rank: int, size: int) -> "OptimizerState":
-        """Return the state of this rank of ``size`` before the first step, in the first stage, without arrays."""
+        """Return the state before the first step, without arrays.
+
+        Parameters
+        ----------
+        stage : str
+            The first stage.
+        names : tuple of str
+            The names of the parameters.
+        rank, size : int
+            This rank, and the number of ranks.
+        """
         return cls(
             step=0,
             stage=stage,

@@ -392,7 +392,8 @@ def weighted(tensors: Sequence[Array], weight: Array, axis_name: str) -> list[Ar
     share = own / jax.lax.pmax(own, axis_name)
     factor = jax.lax.axis_size(axis_name) * share / jax.lax.psum(share, axis_name)
     wide: list[Any] = [to_compute_dtype(x) for x in tensors]
-    scaled: list[Any] = [primitives.scale(x, jnp.asarray(factor, x.dtype)) for x in wide]
+    factors: list[Any] = [jnp.asarray(factor, x.dtype) for x in wide]  # traced numbers
+    scaled: list[Any] = [primitives.scale(x, traced) for x, traced in zip(wide, factors, strict=True)]
     return [jnp.where(factor == 0, jnp.zeros_like(x), x) for x in scaled]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -275,7 +276,7 @@ class MeshOuterLoop:
         return departs, lands
 
     def _fragments(self, tree: Tree) -> tuple[tuple[int, ...], ...]:
-        return assign([jnp.size(x) for x in tree.leaves], self.loop.fragments)
+        return assign([math.prod(x.shape) for x in tree.leaves], self.loop.fragments)
 
     def _mean_of(self, members: Sequence[int], tree: Tree) -> MeshMean:
         """Return the mean of the tensors of a fragment, with the choices of policies that see all tensors."""
@@ -327,9 +328,11 @@ class MeshOuterLoop:
         core, state = self._core(names, now)
         before = [now.params[name] for name in names]
         averages = Means(tuple(means[name] for name in names), state.exchange)
-        moved: Sequence[Any]
-        moved, after = core.land(0, averages, before, state)
-        back = [jnp.asarray(now.anchor[name], p.dtype) for name, p in zip(names, before, strict=True)]
+        landed, after = core.land(0, averages, before, state)
+        moved: list[Any] = list(landed)
+        back: list[Any] = [
+            jnp.asarray(now.anchor[name], p.dtype) for name, p in zip(names, before, strict=True)
+        ]
         params = [
             as_varying(jnp.where(accepted, x, start), self.axis_name)
             for x, start in zip(moved, back, strict=True)

@@ -124,10 +124,14 @@ class _MuonMean(MeshMean):
 
     @cached_property
     def _compression(self) -> Compressing:
-        found: Any = self.muon and self.muon.compression
-        own, axis = found.mean, {"axis_name": self.axis_name}
-        mean = SpmdOwnedMean(own.compressor, updates=own.updates, rule=own.rule, repaid=own.repaid, **axis)
-        return replace(found, mean=mean, plain=SpmdMean(Identity(), feedback=False, **axis))
+        assert self.muon is not None
+        found = self.muon.compression
+        own: Any = found.mean
+        mean = SpmdOwnedMean(
+            own.compressor, updates=own.updates, rule=own.rule, repaid=own.repaid, axis_name=self.axis_name
+        )
+        plain = SpmdMean(Identity(), feedback=False, axis_name=self.axis_name)
+        return replace(found, mean=mean, plain=plain)
 
     def _choose(self, first: OptimizerState, tensors: Sequence[Array]) -> OptimizerState:
         assert self.muon is not None
@@ -202,7 +206,7 @@ class _Steps:
         given: list[Any] = [None] * len(wide) if params is None else taken.like(params, "params")
         found = []
         for name, factor, p, g in zip(taken.names, factors, given, taken.leaves, strict=True):
-            way = directions[name]
+            way: Any = directions[name]
             if self.muon.weight_decay:
                 way = way + self.muon.weight_decay * to_compute_dtype(jnp.asarray(p))
             found.append(jnp.where(accepted, factor * way, jnp.nan).astype(jnp.asarray(g).dtype))

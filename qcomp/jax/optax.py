@@ -249,7 +249,8 @@ class _OneBitAdam:
         with use_kernels(TracedKernels(state.step)):
             moved = jax.lax.switch(which, [partial(step, begun) for step in steps])
             direction, momentum, variance, residuals, accepted = moved
-            took, last = accepted.astype(jnp.int32), state.measured
+            took = accepted.astype(jnp.int32)
+            last: Any = state.measured
             if self.schedule is not None:
                 last = jnp.where(accepted & (which == steps.index(self._measure)), count, last)
             new = OneBitAdamState(

@@ -415,7 +415,7 @@ assert np.asarray(compiled).tobytes() == compressor.compress(x, key=qcomp.Key(st
 
 def average(comm):
     mean = qcomp.CompressedMean(compressor, feedback=False)
-    key = qcomp.Key(tensor=qcomp.core.optimizers.agreement.stream_of(("",), [x]))
+    key = qcomp.Key(tensor=qcomp.core.optimizers.agreement.stream_of(("",), [tuple(x.shape)]))
     return mean(x * (comm.rank + 1), mean.init(x, comm), comm, key=key)[0]
 
 expected = qcomp.comm.run_local(4, average)[0]

@@ -55,9 +55,9 @@ def test_lengths_by_formula():
     n, levels = 1000, array("H", bytes(2000))
     for i, k in [(0, 1), (1, 3), (500, 32767), (999, 2)]:
         levels[i] = k
-    omegas = [length("omega", g) for g in (1, 1, 499, 499)] + [length("omega", k) for k in (1, 3, 32767, 2)]
-    assert qsgd_codes.sparse_length(levels) == length("omega", 5) + sum(omegas) + 4
-    dense = n - 4 + sum(length("omega", k + 1) + 1 for k in (1, 3, 32767, 2))
+    omegas = [length(g) for g in (1, 1, 499, 499)] + [length(k) for k in (1, 3, 32767, 2)]
+    assert qsgd_codes.sparse_length(levels) == length(5) + sum(omegas) + 4
+    dense = n - 4 + sum(length(k + 1) + 1 for k in (1, 3, 32767, 2))
     assert qsgd_codes.dense_length(levels) == dense
 
 
@@ -71,8 +71,8 @@ def test_a_constant_vector_at_s_of_the_square_root_of_n():
 
 def test_the_bound_of_the_dense_code():
     """|omega(k + 1)| <= 1 + 2k with equality at 0 and 1: with E mean k <= 1, at most 4 bits with the sign."""
-    assert [length("omega", k + 1) - 1 - 2 * k for k in (0, 1)] == [0, 0]
-    assert all(length("omega", k + 1) < 1 + 2 * k for k in range(2, 32768))
+    assert [length(k + 1) - 1 - 2 * k for k in (0, 1)] == [0, 0]
+    assert all(length(k + 1) < 1 + 2 * k for k in range(2, 32768))
 
 
 def test_a_fixed_geometric_model_takes_2_5432_bits():
@@ -89,7 +89,7 @@ def expected_sparse_bits(n, p):
     A gap g ends at an element that has an element g before it, or that is the first and has index g - 1.
     """
     gap = np.arange(1, min(n, math.ceil(40 / p)) + 1)  # longer gaps have a probability of e^-40
-    lengths = np.asarray([length("omega", int(g)) for g in gap])
+    lengths = np.asarray([length(int(g)) for g in gap])
     chance = p * (1 - p) ** (gap - 1)
     return 32 + float(np.sum(lengths * chance * ((n - gap) * p + 1))) + n * p * 2
 
@@ -125,7 +125,7 @@ class TestSparseMeans:
         found = []
         for _ in range(vectors):
             levels = array("H", (rng.random(n) < p).astype(np.uint16).tobytes())
-            head = length("omega", n - levels.count(0) + 1)
+            head = length(n - levels.count(0) + 1)
             found.append(32 + qsgd_codes.sparse_length(levels) - head)
         expected = expected_sparse_bits(n, p)
         error = np.std(found, ddof=1) / math.sqrt(vectors)
@@ -171,7 +171,7 @@ def test_levels_of_a_gaussian(row):
         width**2 * sum(q * k * k for k, q in enumerate(p)) - 1,
         p[0],
         signed,
-        sum(q * (length("omega", k + 1) + (k > 0)) for k, q in enumerate(p)),
+        sum(q * (length(k + 1) + (k > 0)) for k, q in enumerate(p)),
         1 / (4**signed - 1),
     )
     for value, printed in zip(found, (variance, zero, entropy, bits, bound), strict=True):
@@ -184,7 +184,7 @@ def test_the_dense_code_of_a_gaussian_has_the_expected_length():
     rng = np.random.default_rng(1)
     levels = np.floor(np.abs(rng.standard_normal(n)) + rng.random(n)).astype(np.uint16)
     p = level_probabilities(1.0)
-    bits = [length("omega", k + 1) + (k > 0) for k in range(len(p))]
+    bits = [length(k + 1) + (k > 0) for k in range(len(p))]
     mean = sum(q * b for q, b in zip(p, bits, strict=True))
     deviation = math.sqrt(sum(q * (b - mean) ** 2 for q, b in zip(p, bits, strict=True)) / n)
     found = qsgd_codes.dense_length(array("H", levels.tobytes())) / n

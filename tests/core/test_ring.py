@@ -10,7 +10,7 @@ import pytest
 import qcomp
 from qcomp import CompressedMean, Key, NonFiniteError
 from qcomp.comm import run_local
-from qcomp.core.mean.codec import Codec
+from qcomp.core.mean.codec import Codec, unsealed
 from qcomp.core.mean.framing import seal
 from qcomp.core.mean.stages import AllToAll
 from qcomp.core.mean.topologies.ring import _Share
@@ -85,7 +85,7 @@ def requantising(self: Any, sealed: Any, owner: int) -> AllToAll:
     self.sent = getattr(self, "sent", 0) + 1
     if self.sent >= self.size and owner != self.rank:
         frame = self.layout.frames[owner]
-        message, _ = self._opened(sealed, frame, self._left)
+        message, _ = unsealed(self.codec, sealed, frame, self._left, self.size)
         decoded = self.codec.decode(self.codec.open_from(self._left, message, frame))
         values = [v * np.float32(1.25) for v in decoded]
         again = Codec(values, sealed).encode([frame.as_tensors], values, (), self.call.key, donate=False)

@@ -17,8 +17,9 @@ from tests.golden.names import FRAMEWORKS
 from tests.golden.test_golden import OPTIONAL, in_root
 from tests.releases import ReleasedError
 
-GONE = ("qcomp.backends.KernelSet.", "qcomp.extend.AnyFrame.", "qcomp.extend.Partial.")
-"""Members that kernel sets no longer inherit, since they need no base class, and fields that only objects have."""
+GONE = ("qcomp.backends.KernelSet.", "qcomp.compat.", "qcomp.extend.AnyFrame.", "qcomp.extend.Partial.")
+"""DeepSpeed's steps, members that kernel sets no longer inherit, since they need no base class, and fields that only
+objects have."""
 HOLDERS = {"qcomp.OuterLoop": qcomp.OuterLoop(every=4)}
 """Objects of the classes whose attributes are old names."""
 STABLE = {

@@ -14,7 +14,8 @@ def compressed(mean, model, state, step):
     own = [g.detach() for g in torch.autograd.grad(loss(model, step), list(model.parameters()))]
     means, _ = EXACT(own, qcomp.MeanState(me, n, (), ()), comm)
     if step >= 2:
-        key = qcomp.Key(seed=5, step=step, tensor=stream_of(*zip(*model.named_parameters(), strict=True)), rank=me)
+        names, shapes = zip(*((name, tuple(p.shape)) for name, p in model.named_parameters()), strict=True)
+        key = qcomp.Key(seed=5, step=step, tensor=stream_of(names, shapes), rank=me)
         some, state = mean([own[i] for i in chosen], state, comm, key=key)
         for i, m in zip(chosen, some, strict=True):
             means[i] = m

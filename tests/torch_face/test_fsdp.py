@@ -956,10 +956,6 @@ REFUSALS = {
         "model = sharded(); model[1].uses_extra = False; compress(model, SIGN, **SMALL); backward(model, 0)",
         "ValueError: feedback is True, but some parameters of the module '1' have no gradient",
     ),
-    "optimizer": (
-        "qcomp.torch.Muon(sharded().named_parameters())",
-        "TypeError: params[0] is a torch.DTensor, of which each rank holds a shard; expected whole arrays: compress",
-    ),
     "factor": (
         "model = sharded(); model.set_gradient_divide_factor(3.0); compress(model, **SMALL); backward(model, 0)",
         "ValueError: the model has a gradient_divide_factor",

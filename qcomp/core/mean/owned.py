@@ -14,7 +14,6 @@ from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.layout import Layout, Operands, Residuals
-from qcomp.core.mean.sharding import Shape
 from qcomp.core.mean.single_rank import alone
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged, Call
@@ -24,6 +23,8 @@ from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.whitening import unwhitened, whitened
 
 __all__ = ["OwnedLayout", "OwnedMean", "Owners", "Rule", "Shape"]
+
+Shape = tuple[int, ...]
 
 
 class Rule(Protocol):

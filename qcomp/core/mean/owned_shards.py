@@ -15,8 +15,8 @@ from qcomp.core.mean.codec import Codec, Compressed, Verdicts, refused_by
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
-from qcomp.core.mean.owned import OwnedLayout, OwnedMean, Owners, Rule
-from qcomp.core.mean.sharding import Shape, Sharding
+from qcomp.core.mean.owned import OwnedLayout, OwnedMean, Owners, Rule, Shape
+from qcomp.core.mean.sharding import Sharding
 from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, fuse, through
 from qcomp.core.mean.topologies.base import Averaged, Call, decode_means
 from qcomp.core.mean.topologies.two_phase import SERVER

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Shape", "Sharding"]
+from qcomp.core.mean.owned import Shape
 
-Shape = tuple[int, ...]
+__all__ = ["Sharding"]
 
 
 @dataclass(frozen=True)

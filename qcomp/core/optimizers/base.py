@@ -18,7 +18,6 @@ from qcomp.core.optimizers.moved_zeros import keeps_zeros, look_at, moved_zeros,
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.own_counts import without
 from qcomp.core.optimizers.replica import Replica, owner_of
-from qcomp.core.optimizers.rounding import rounded, widened
 from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
@@ -188,6 +187,8 @@ class Optimizer(Replica[OptimizerState]):
 
     def _apply_rounded(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
         """Return what `apply` makes of `widened` parameters, with parameters that are `rounded`."""
+        from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round so
+
         tensors = as_tensors(params, "params")
         wide, new_state = self.apply(widened(tensors), means, state)
         return rounded(wide, tensors, self.key(state), donate=means.donate), new_state

@@ -13,8 +13,7 @@ from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.compressors.lloyd_max import LloydMax
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers
-from qcomp.core.mean.owned import OwnedMean
-from qcomp.core.mean.sharding import Shape
+from qcomp.core.mean.owned import OwnedMean, Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, concat, is_mutable, to_compute_dtype
 from qcomp.core.numeric.orthogonal import ITERATIONS, multiplications, orthogonalize, require_library
 from qcomp.core.optimizers.adam import Adam
@@ -46,7 +45,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.core.variance.arithmetic import bias_corrections
 from qcomp.core.variance.schedules import Schedule, require_schedule
 
-__all__ = ["Compression", "Muon"]
+__all__ = ["MatrixCompression", "Muon"]
 
 _AT_ONCE = 1 << 20
 """Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
@@ -247,11 +246,11 @@ class Muon(Optimizer):
         object.__setattr__(self, "stacks", as_patterns("stacks", self.stacks))
 
     @cached_property
-    def compression(self) -> "Compression":
+    def compression(self) -> "MatrixCompression":
         """What this optimizer compresses: the gradients and the updates of matrices."""
         repaid = 0.5 if self.nesterov else 1.0
         mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=self._rule, repaid=repaid)
-        return Compression(mean, stacks=tuple(self.stacks), splits=self._splits)
+        return MatrixCompression(mean, stacks=tuple(self.stacks), splits=self._splits)
 
     @property
     def _splits(self) -> Splits:
@@ -421,7 +420,7 @@ class Muon(Optimizer):
 
 
 @dataclass(frozen=True)
-class Compression(Compressing):
+class MatrixCompression(Compressing):
     """The compression of Muon, whose rule knows from the names which matrices each tensor holds."""
 
     stacks: tuple[str, ...] = ()

@@ -9,14 +9,14 @@ from typing import Any
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import MismatchError
 from qcomp.core.handshake import gather_texts
-from qcomp.core.mean.owned import OwnedMean
+from qcomp.core.mean.owned import OwnedMean, Shape
 from qcomp.core.mean.owned_shards import ExactShards, ShardedMean
-from qcomp.core.mean.sharding import Shape, Sharding
+from qcomp.core.mean.sharding import Sharding
 from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.agreement import digests
 from qcomp.core.optimizers.clipping import clip_scale
-from qcomp.core.optimizers.muon import Compression, Muon
+from qcomp.core.optimizers.muon import MatrixCompression, Muon
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
@@ -132,7 +132,7 @@ class ShardedMuon(Muon):
 
 
 @dataclass(frozen=True)
-class _OfShards(Compression):
+class _OfShards(MatrixCompression):
     """The compression of `ShardedMuon`, whose means know which tensors are averaged exactly."""
 
     def mean_of(self, state: OptimizerState) -> OwnedMean:

@@ -30,7 +30,6 @@ from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.groups import group_of_each, setting_of_each
 from qcomp.core.optimizers.own_counts import as_updates, own_counts
 from qcomp.core.optimizers.replica import owner_of
-from qcomp.core.optimizers.rounding import rounded, widened
 from qcomp.core.optimizers.tensors import as_given, as_tensors, copy, each_in_blocks
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
@@ -386,6 +385,8 @@ class ZeroOneAdam(Optimizer):
         except NonFiniteError as error:
             raise self._located(error, state, state.step) from error
         if self.rounding == "stochastic":
+            from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round so
+
             wide, new_state = self._synchronised(widened(tensors), means, state)
             new_params = rounded(wide, tensors, key)
         else:
