@@ -157,7 +157,7 @@ def test_every_optimizer_rounds_what_it_computes_in_float32(monkeypatch, name):
         made.append((key, wide, result))
         return result
 
-    monkeypatch.setattr("qcomp.core.optimizers.base.rounded", watched)
+    monkeypatch.setattr("qcomp.core.optimizers.rounding.rounded", watched)
     for of_ranks in run(name, 2, 14):
         (params, state), (others, _) = of_ranks
         assert all(p.dtype == bfloat16 for p in params)
