@@ -17,7 +17,7 @@ from tests.contract.compressors import COMPRESSORS as EVERY_COMPRESSOR
 
 pytest.importorskip("numba")
 
-from qcomp.backends.numba_cpu import codec
+from qcomp.backends.numba_cpu import kernel_set
 from qcomp.backends.numba_cpu.kernel_set import KERNELS, NumbaKernels
 from qcomp.core import primitives
 
@@ -135,7 +135,7 @@ def test_arrays_of_other_libraries_use_the_pure_version():
 )
 def test_large_results_are_streamed_past_the_caches(monkeypatch, compressor, offset):
     """With the size limit lowered, so that small results count as large: at every alignment, with a tail."""
-    monkeypatch.setattr(codec, "pays", lambda size: True)
+    monkeypatch.setattr(kernel_set, "pays", lambda size: True)
     x = vector("wide", 1001, 0)
     payload = compressor.compress(x, key=qcomp.Key())
     expected = compressor.decompress(payload, like=x)
