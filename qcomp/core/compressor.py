@@ -253,7 +253,7 @@ class Compressor(ABC):
         self.payload_spec(size, payload.dtype).check(payload.data)
 
 
-def require_compressor(argument: str, value: Any) -> None:
+def require_compressor(argument: str, value: object) -> None:
     """Raise a TypeError that names an argument, unless its value is a compressor."""
     if not isinstance(value, Compressor):
         cure = f"; qcomp.compressor({value!r}) makes one from a spec string" if isinstance(value, str) else ""

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -157,7 +157,7 @@ def _describe(path: str, values: list[Any]) -> str | None:
     return f"{path} is {', '.join(held[:-1])}, but {held[-1]}"
 
 
-def _first(descriptions: Any) -> str | None:
+def _first(descriptions: Iterable[str | None]) -> str | None:
     return next(filter(None, descriptions), None)
 
 

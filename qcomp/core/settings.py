@@ -38,7 +38,7 @@ def _introduced_as(kind: type, name: str) -> Any:
     return next(declared[name].type for declared in classes if name in declared)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, bool):
         return value
     if isinstance(value, Integral):
@@ -46,7 +46,7 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) else value
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: object, kind: object) -> bool:
     if value is None:
         return kind in (float | None, _PAIR | None)
     if kind in (_PAIR, _PAIR | None):

@@ -110,7 +110,7 @@ class MeshMean:
         Key(seed=self.seed)
         self._compression  # noqa: B018 - raises if the settings do not go together
 
-    def _require_low_rank(self, averaging: Any) -> None:
+    def _require_low_rank(self, averaging: object) -> None:
         """Raise unless ``averaging`` is a PowerSGD, and the settings beside it fit."""
         if not isinstance(averaging, PowerSGD):
             raise TypeError(
@@ -452,13 +452,13 @@ def _of_all(x: Array, axis_name: str) -> Array:
 
 
 @jax.custom_jvp
-def _without_derivative(tree: Any) -> Any:
+def _without_derivative(tree: object) -> Any:
     """Return a pytree, and refuse `jax.grad`, which would find zero through the bits of a message."""
     return tree
 
 
 @_without_derivative.defjvp
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+def _refuse_derivative(primals: object, tangents: object) -> Any:
     del primals, tangents
     raise TypeError(
         "tree, momenta or residuals are differentiated; expected values that are not, since a compressed mean has no "

@@ -338,7 +338,7 @@ class MeshOuterLoop:
             for x, start in zip(moved, back, strict=True)
         ]
 
-        def kept(new: Any, old: Any) -> Any:
+        def kept(new: object, old: object) -> Any:
             return jax.tree.map(lambda x, before: jnp.where(accepted, x, before), new, old)
 
         anchor = dict(zip(names, after.arrays[ANCHOR], strict=True))

@@ -172,7 +172,7 @@ class _Steps:
         params: PyTree = None,
         *,
         weight: Any = None,
-        **others: Any,  # noqa: ARG002 - of other transformations in a chain
+        **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, MuonState]:
         """Return the direction of the step, and the state after it."""
         if params is None and self.muon.weight_decay:

@@ -125,7 +125,7 @@ def compressed(
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed, averaging)
 
     def update(
-        updates: PyTree, state: MeshState, params: PyTree = None, *, weight: Any = None, **others: Any
+        updates: PyTree, state: MeshState, params: PyTree = None, *, weight: Any = None, **others: object
     ) -> tuple[PyTree, MeshState]:
         del params, others
         return mean(updates, state, weight=weight)
@@ -229,7 +229,7 @@ class _OneBitAdam:
         params: PyTree = None,  # noqa: ARG002 - as optax calls it
         *,
         weight: Any = None,
-        **others: Any,  # noqa: ARG002 - of other transformations in a chain
+        **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, OneBitAdamState]:
         """Return the direction of the step, and the state after it."""
         taken = Tree.of(updates, "updates")
@@ -428,7 +428,7 @@ def onebit_adam(
     return optax.chain(direction, optax.apply_if_finite(rest, _ALWAYS))
 
 
-def _require_no_arrays(**settings: Any) -> None:
+def _require_no_arrays(**settings: object) -> None:
     """Raise TypeError for settings that are arrays, as `optax.inject_hyperparams` makes them of all numbers."""
     for name, value in settings.items():
         if isinstance(value, jax.Array):

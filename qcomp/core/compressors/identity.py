@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import Array, Kind, array_namespace
@@ -61,7 +61,7 @@ class Identity(Compressor):
         """Return the values."""
         return {"values": x}
 
-    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:  # noqa: ARG002
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: object) -> Array:  # noqa: ARG002
         """Return the values."""
         return array_namespace(parts["values"]).astype(parts["values"], dtype, copy=False)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
@@ -104,7 +104,7 @@ class WholeFields(Compressor):
         data = primitives.encode(self.compressor, filled, None, key).data
         return self.payload_spec(x.shape[0], dtype_name(x.dtype)).split(data)
 
-    def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
+    def decode(self, parts: Mapping[str, Array], size: int, dtype: object) -> Array:
         """Return the result of the wrapped compressor without the zeros."""
         some = next(iter(parts.values()))
         xp, held = array_namespace(some), self.traits.bucket_size

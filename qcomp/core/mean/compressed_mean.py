@@ -312,7 +312,7 @@ class CompressedMean:
         """Return this mean with one compressor for each tensor: the same object for the same tuple."""
         return self._like(id(compressors), compressor=compressors)  # which keeps the tuple, and so its id
 
-    def _like(self, key: Any, **changes: Any) -> Self:
+    def _like(self, key: object, **changes: Any) -> Self:
         """Return this mean with some fields changed: the same object for the same key."""
         known = self._others  # ranks in threads of one process share it
         mean = known.get(key)

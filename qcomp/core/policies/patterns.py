@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 _SHOWN = 20
 
 
-def as_patterns(argument: str, patterns: Any, or_else: str = "") -> tuple[str, ...]:
+def as_patterns(argument: str, patterns: object, or_else: str = "") -> tuple[str, ...]:
     """Return patterns as a tuple; raise TypeError, which may say what else would fit, unless they are a sequence."""
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
