@@ -1,6 +1,5 @@
 """Children of ranks, such as the workers of data loaders, neither disturb exchanges nor take part in them."""
 
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -102,8 +101,6 @@ def test_a_child_that_imports_the_script_does_not_take_the_place_of_its_rank(met
 @pytest.mark.parametrize("kind", ["mpi", "torch", "folder", "local"])
 def test_ranks_exchange_beside_the_workers_of_data_loaders(kind, method, tmp_path, mpirun):
     pytest.importorskip("torch")
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"this system cannot {method}")
     script = Path(__file__).with_name("loading.py")
     if kind == "mpi":
         assert mpirun(2, [script, kind, method, tmp_path, 0], timeout=300).stdout.split() == ["8", "8"]

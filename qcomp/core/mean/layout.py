@@ -126,6 +126,16 @@ class Layout:
         return self.frames[self.rank]
 
     @cached_property
+    def arriving(self) -> tuple[Frame, ...]:
+        """The frame of each rank's message to this rank in the first phase."""
+        return (self.own,) * self.world
+
+    @cached_property
+    def arriving_sizes(self) -> tuple[int, ...]:
+        """The bytes of each of these messages."""
+        return tuple(frame.nbytes for frame in self.arriving)
+
+    @cached_property
     def message_sizes(self) -> tuple[int, ...]:
         """Bytes of each chunk's message, of the longest one where the length varies."""
         return tuple(frame.nbytes for frame in self.frames)

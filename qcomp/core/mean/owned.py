@@ -13,12 +13,13 @@ from qcomp.core.mean.chunks import Chunks, deal
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.costs import Link
+from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.single_rank import alone
 from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.choice import ETHERNET
-from qcomp.core.mean.topologies.two_phase import TwoPhase
+from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.whitening import unwhitened, whitened
 
@@ -154,6 +155,11 @@ class OwnedLayout(Layout):
     updates: Layout
 
     @cached_property
+    def answers(self) -> tuple[Frame, ...]:
+        """The frame of each message with updates of the tensors that this rank owns, by these tensors."""
+        return (self.updates.own.as_tensors,)
+
+    @cached_property
     def residual_shapes(self) -> tuple[tuple[list[tuple[int]], list[int]], ...]:
         """As in `Layout`; a server keeps momenta and as many residuals."""
         worker, (shapes, tensors) = super().residual_shapes
@@ -237,17 +243,27 @@ class Owners(TwoPhase):
     ) -> Compressed:
         """Average the tensors that this rank owns over the ranks, and compress their updates for all."""
         layout = call.layout
-        opened = codec.open(arrived, (layout.own,) * layout.world, verdicts, error)
-        owned = [segment.tensor for segment in layout.own.chunk]
+        assert isinstance(layout, OwnedLayout)
+        opened = codec.open(arrived, layout.arriving, verdicts, error)
+        owned = [segment.tensor for segment in layout.chunks[layout.rank]]
         shapes = [layout.operands.shapes[i] for i in owned]
         momenta, owed = call.server[: len(shapes)], call.server[len(shapes) :]
-        means = codec.average(opened)
+        means = self.means(codec, opened, [layout.operands.compressors[i] for i in owned], momenta)
         if call.whiteners:
             whiteners = [call.whiteners[i] for i in owned]
             means = list(map(unwhitened, means, whiteners, map(self._rule.sides, owned, shapes)))
         updates, momenta = self._rule.updates(means, momenta, owned, shapes)
-        frame = self.answers(layout).own
         sent = type(codec)(updates, codec.like).encode(
-            [frame.as_tensors], updates, owed, call.key.at(hop=1), donate=False
+            layout.answers, updates, owed, call.key.at(hop=SERVER), donate=False
         )
         return sent._replace(residuals=(*momenta, *sent.residuals))
+
+    def means(
+        self,
+        codec: Codec,
+        opened: Sequence[Opened],
+        compressors: Sequence[Compressor],  # noqa: ARG002 - for shards
+        momenta: Sequence[Array],  # noqa: ARG002
+    ) -> Sequence[Array]:
+        """Return the mean of each tensor that this rank owns, with their compressors and momenta at hand."""
+        return codec.average(opened)

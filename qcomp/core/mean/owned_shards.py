@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.chunks import Chunk, Chunks, Segment, cut
-from qcomp.core.mean.codec import Codec, Compressed, Verdicts, refused_by
+from qcomp.core.mean.codec import Codec, refused_by
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
@@ -19,7 +18,7 @@ from qcomp.core.mean.owned import OwnedLayout, OwnedMean, Owners, Rule, Shape
 from qcomp.core.mean.sharding import Sharding
 from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, fuse, through
 from qcomp.core.mean.topologies.base import Averaged, Call, decode_means
-from qcomp.core.mean.topologies.two_phase import SERVER
+from qcomp.core.mean.topologies.two_phase import to_servers
 from qcomp.core.numeric.arrays import (
     Array,
     all_below,
@@ -232,48 +231,29 @@ class _ShardOwners(Owners):
     def exchange(self, call: Call) -> Stages[Averaged]:
         """Send each shard to its owner, and the shards of updates to all that hold them."""
         layout: Any = call.layout
-        codec, places = self.codec(call.values), self._sharding.places
-        verdicts = Verdicts(at_once=layout.operands.variable_length)
-        kept = layout.residuals.worker
+        codec, kept = self.codec(call.values), layout.residuals.worker
         values = (
             [x if s.size else x[:0] for x, s in zip(call.values, kept, strict=True)] if kept else call.values
         )
-        worker = codec.encode(
-            layout.frames,
-            values,
-            call.worker,
-            call.key.at(hop=0),
-            donate=call.donate,
-            into=call.into.worker,
+        worker, arrived, verdicts = yield from to_servers(
+            codec, layout, values, call.worker, call.key.at(hop=0), donate=call.donate, into=call.into.worker
         )
-        arrived = yield AllToAll(worker.messages, tuple(frame.nbytes for frame in layout.arriving))
         server = self.serve(codec, call, arrived, verdicts, worker.error)
-        messages = tuple(server.messages[shard] for _, shard in places)
+        messages = tuple(server.messages[shard] for _, shard in self._sharding.places)
         arrived = yield AllToAll(messages, tuple(frame.nbytes for frame in layout.answers_arriving))
         opened = codec.open(arrived, layout.answers_arriving, verdicts, server.error)
         unread = verdicts.require_accepted(worker.error or server.error)
         return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals, unread)
 
-    def serve(
+    def means(
         self,
-        codec: Codec,
-        call: Call,
-        arrived: Sequence[Array],
-        verdicts: Verdicts,
-        error: NonFiniteError | None,
-    ) -> Compressed:
-        """Join the shards of the tensors that this rank owns, and compress their updates shard by shard."""
-        layout: Any = call.layout
-        opened = codec.open(arrived, layout.arriving, verdicts, error)
-        owned = [segment.tensor for segment in layout.chunks[layout.rank]]
-        momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
-        means = _joined(opened, [layout.operands.compressors[i] for i in owned], momenta)
-        shapes = [layout.operands.shapes[i] for i in owned]
-        updates, momenta = self._rule.updates(means, momenta, owned, shapes)
-        sent = Codec(updates, codec.like).encode(
-            layout.answers, updates, owed, call.key.at(hop=SERVER), donate=False
-        )
-        return sent._replace(residuals=(*momenta, *sent.residuals))
+        codec: Codec,  # noqa: ARG002
+        opened: Sequence[Opened],
+        compressors: Sequence[Compressor],
+        momenta: Sequence[Array],
+    ) -> Sequence[Array]:
+        """Return the means, joined from their shards."""
+        return _joined(opened, compressors, momenta)
 
 
 def _joined(

@@ -45,7 +45,7 @@ def to_servers(
     """Send each server the payload of its chunk, the first phase; see `Codec.encode` for the parameters."""
     verdicts = Verdicts(at_once=layout.operands.variable_length)
     sent = codec.encode(layout.frames, values, residuals, key, donate=donate, blends=blends, into=into)
-    arrived = yield AllToAll(sent.messages, (layout.own.nbytes,) * layout.world)
+    arrived = yield AllToAll(sent.messages, layout.arriving_sizes)
     return Arrived(sent, arrived, verdicts)
 
 
