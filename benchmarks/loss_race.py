@@ -43,7 +43,7 @@ def main() -> int:
     add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
     add("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help=default)
     add("--links", nargs="+", choices=list(ROUNDS), default=list(ROUNDS), metavar="LINK", help=default)
-    add("--rates", nargs="+", type=float, choices=plan.RATES, default=list(plan.RATES), metavar="RATE")
+    add("--rates", nargs="+", type=float, metavar="RATE", help="only these (default: all that are missing)")
     add("--seeds", nargs="+", type=int, choices=range(plan.SEEDS), default=range(plan.SEEDS), metavar="SEED")
     add("--rounds", type=int, help="of every measurement, at least 2 (default: what each link needs)")
     add("--steps", type=int, help="of every training, for a trial (default: those of the task)")
@@ -104,7 +104,7 @@ def train(options: argparse.Namespace) -> bool:
             and curve.ranks in options.ranks
             and curve.seed in options.seeds
             and curve not in failed
-            and curve.rate in (None, *options.rates)
+            and (curve.rate is None or not options.rates or curve.rate in options.rates)
         ]
         ready = [curve for curve in left if curve.rate is not None]
         if not ready:

@@ -1,6 +1,8 @@
 """The runs of the race, the most useful first, and how long they take."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -17,17 +19,22 @@ __all__ = [
     "Curve",
     "append",
     "best_rate",
+    "counting_rate",
     "curves",
     "final",
     "mean",
     "missing",
+    "next_rate",
     "of",
     "read",
     "seconds_of",
+    "tuned",
 ]
 
 RATES = (3e-3, 1e-3, 9e-3)
-"""The largest learning rates that every method is tried with; the middle one first."""
+"""The largest learning rates that every method is tried with first, the middle one before the others."""
+FACTOR = 2
+"""Between the outermost rate of a method and the next one, until its best rate lies between two others."""
 SEEDS = 3
 TUNED_AS = {"demo": "demo", "transformer": "transformer", "long": "demo"}
 """The task whose trainings with 2 ranks and seed 0 determine the learning rate."""
@@ -111,22 +118,53 @@ def mean(curves: Sequence[Sequence[tuple[int, float | None]]]) -> list[tuple[int
     return found
 
 
-def best_rate(rows: Rows, task: str, method: str, *, all_tried: bool = True) -> float | None:
-    """Return the rate with the lowest loss at the end, with 2 ranks and seed 0; None if not known yet."""
-    tried = of(rows, task=TUNED_AS[task], ranks=2, method=method, seed=0)
-    if not tried or (all_tried and {row["rate"] for row in tried} != set(RATES)):
-        return None
-    best: float = min(tried, key=final)["rate"]
-    return best
+def tuned(rows: Rows, task: str, method: str) -> dict[float, float]:
+    """Return the loss at the end for each rate tried so far, with 2 ranks and seed 0."""
+    return {row["rate"]: final(row) for row in of(rows, task=TUNED_AS[task], ranks=2, method=method, seed=0)}
+
+
+def next_rate(rows: Rows, task: str, method: str) -> float | None:
+    """Return the rate to try next; None once the best one lies between two others."""
+    losses = tuned(rows, task, method)
+    for rate in RATES:
+        if rate not in losses:
+            return rate
+    best = min(losses, key=losses.__getitem__)
+    if best == min(losses):
+        return best / FACTOR
+    return best * FACTOR if best == max(losses) else None
+
+
+def best_rate(rows: Rows, task: str, method: str) -> float | None:
+    """Return the rate with the lowest loss at the end; None while it lies at an edge of those tried."""
+    losses = tuned(rows, task, method)
+    return None if next_rate(rows, task, method) else min(losses, key=losses.__getitem__)
+
+
+def counting_rate(rows: Rows, task: str, ranks: int, method: str) -> float | None:
+    """Return the rate of the trainings that count: among those with the most seeds, the best one; None without any."""
+    seeds = Counter(row["rate"] for row in of(rows, task=task, ranks=ranks, method=method))
+    most, losses = max(seeds.values(), default=0), tuned(rows, task, method)
+    candidates = [rate for rate, count in seeds.items() if count == most]
+    return min(candidates, key=lambda rate: losses.get(rate, math.inf), default=None)
 
 
 def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curve]:
-    """Yield all trainings of the race in their order: those of the main methods, then those of the others."""
+    """Yield all trainings of the race in their order: those of the main methods, then those of the others.
+
+    A rate beyond the first three is among them once the rates before it have been tried.
+    """
     main = [method for method in methods if method in MAIN]
     others = [method for method in methods if method not in MAIN]
     for some, (task, ranks, seeds) in product((main, others), ORDER):
         if TUNED_AS[task] == task and ranks == 2 and 0 in seeds:
             pairs = sorted(product(RATES, some), key=lambda pair: pair[1] != REFERENCE)  # sets the target
+            pairs += [
+                (rate, method)
+                for method in some
+                for rate in (*tuned(rows, task, method), next_rate(rows, task, method))
+                if rate is not None and rate not in RATES
+            ]
             yield from (Curve(task, ranks, method, rate, 0) for rate, method in pairs)
         else:
             for seed, method in product(seeds, some):

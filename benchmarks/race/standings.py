@@ -53,13 +53,13 @@ class Race:
 
     @cached_property
     def runs(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The trainings of each method with the best of its learning rates, a row for each seed that counts.
+        """The trainings of each method with the rate that counts, a row for each seed that counts.
 
         A seed counts once all main methods that have seed 0 have it, so that all are judged by the same seeds.
         """
         found = {}
         for name in METHODS:
-            rate = plan.best_rate(self.rows, self.task, name, all_tried=False)
+            rate = plan.counting_rate(self.rows, self.task, self.ranks, name)
             own = plan.of(self.rows, task=self.task, ranks=self.ranks, method=name, rate=rate)
             if own:
                 found[name] = sorted(own, key=lambda row: row["seed"])
@@ -69,10 +69,15 @@ class Race:
         counted = {name: [row for row in own if row["seed"] in counting] for name, own in found.items()}
         return {name: own for name, own in counted.items() if own}
 
-    def tried(self, name: str) -> int:
-        """Return how many learning rates a method was tried with."""
-        tuned = plan.of(self.rows, task=plan.TUNED_AS[self.task], ranks=2, method=name, seed=0)
-        return len({row["rate"] for row in tuned})
+    def judgement(self, name: str) -> str:
+        """Return how many rates a method was tried with, and whether the rate that counts is known to be its best."""
+        losses = plan.tuned(self.rows, self.task, name)
+        rate = self.runs[name][0]["rate"]
+        best = min(losses, key=losses.__getitem__, default=rate)
+        tried = f"{len(losses)} tried"
+        if best != rate:
+            return f"{tried}, {best:g} is better with seed 0"
+        return f"{tried}, at an edge" if plan.next_rate(self.rows, self.task, name) else tried
 
     @cached_property
     def target(self) -> float:
@@ -89,8 +94,8 @@ class Race:
         return seconds_to(self.target, self.losses(name), clock(self.runs[name][0], times))
 
     def misses(self, name: str) -> bool:
-        """Return whether a method never reaches the target, although it was tried with all learning rates."""
-        trained = name in self.runs and self.tried(name) == len(plan.RATES)
+        """Return whether a method never reaches the target, although it was tried with the first three rates."""
+        trained = name in self.runs and plan.tuned(self.rows, self.task, name).keys() >= set(plan.RATES)
         return trained and not math.isnan(self.target) and self.reached(name) is None
 
     def timed(self, times: Times) -> list[str]:
@@ -167,13 +172,17 @@ def steps(race: Race) -> str:
     rows = []
     for name, runs in race.runs.items():
         ended = [row for row in runs if "failed" not in row]
-        after, all_tried = race.reached(name), race.tried(name) == len(plan.RATES)
+        after = race.reached(name)
         rows.append(
             [
                 label(name),
-                f"{runs[0]['rate']:g} ({race.tried(name)} of {len(plan.RATES)})",
+                f"{runs[0]['rate']:g} ({race.judgement(name)})",
                 mean([plan.final(row) for row in ended], 3),
-                f"{after:.0f}" if after is not None else NEVER if all_tried else f"{NEVER} at this rate",
+                f"{after:.0f}"
+                if after is not None
+                else NEVER
+                if race.misses(name)
+                else f"{NEVER} at this rate",
                 mean([row["held_out"] for row in ended], 3),
                 mean([100 * row["accuracy"] for row in ended], 1),
                 str(len(runs)),

@@ -1,4 +1,4 @@
-"""How ranks save a state in which each has arrays of its own: one rank for all, or every rank its own."""
+"""Gathers the states of all ranks on one that saves, and warns if only some ranks save arrays of their own."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class Compressor(ABC):
         Raises
         ------
         NonFiniteError
-            If x holds an infinity, a NaN or a magnitude of 2^100 or more; 2^996 with `Identity` in float64. Not while a
-            compiler traces, since no values exist then.
+            If x holds an infinity, a NaN or a magnitude of 2^100 or more; 2^996 with `Identity` in float64. Nothing is
+            checked while a compiler traces, since there are no values yet.
         """
         require_dense(x, "x")
         own = self.for_shape(tuple(x.shape))

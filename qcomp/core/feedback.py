@@ -41,8 +41,7 @@ def compress(
     key : Key, optional
         For compressors that draw.
     donate : bool
-        Whether the new residual may take the buffer of the old one, whose values are lost then. Arrays of an
-        immutable library are not reused.
+        Whether the new residual may overwrite the old one. Arrays of an immutable library are not reused.
 
     Returns
     -------

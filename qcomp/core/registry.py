@@ -1,4 +1,4 @@
-"""Compressors by name: spec strings, and entry points of other packages."""
+"""The registry of compressors: finds them by name or spec string, also in entry points of other packages."""
 
 from contextlib import suppress
 from dataclasses import MISSING, fields

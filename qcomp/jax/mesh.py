@@ -67,10 +67,10 @@ class MeshMean:
     -----
     ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends 2 (N
     - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of the
-    longest in its exchange. A program compresses the buckets of all tensors with one compressor as one array, so each
-    further tensor or device adds little to it: docs/benchmarks/compiling has the seconds of compilers. Every other
-    remainder of a size and a bucket size adds the code of one more kind of bucket. With PowerSGD it sends as
-    `PowerSGDMean` does with owners, also between two devices.
+    longest in its exchange. A program joins the buckets of all tensors that share a compressor into one array and
+    compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling shows how
+    long compilers take. Each different remainder of a size divided by a bucket size adds the code of one more kind of
+    bucket. With PowerSGD it sends as `PowerSGDMean` does with owners, also between two devices.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
     tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. That holds for all devices of

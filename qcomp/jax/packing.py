@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Bytes of each field of the payload of a row."""
+        """Bytes of each field in a row's payload."""
         return tuple(place.stop - place.start for _, _, place in self.spec.places)
 
 
@@ -230,7 +230,7 @@ class _Packing:
 
 
 class _Fields(NamedTuple):
-    """Where the bytes of each field of the payloads of all rows are in one vector."""
+    """Where one vector holds the bytes of each field, for the payloads of all rows."""
 
     counts: Mapping[_Kind, int]
     firsts: dict[tuple[_Kind, int], int]
@@ -558,7 +558,7 @@ def _numbers(kind: _Kind, packings: Sequence[_Packing], rank: Rank | None = None
 
 
 def _at(table: Table, rank: Rank) -> Array:
-    """Return what a table has for this device."""
+    """Return this device's entry of a table."""
     return jax.lax.dynamic_index_in_dim(jnp.asarray(table), rank, keepdims=False)
 
 

@@ -282,9 +282,9 @@ def _owned(mean: OwnedMean, shapes: _Shapes, ranks: int) -> _Owned:
 def _by_owners(messages: _Messages, exact: int, cluster: Cluster, *, exchanges: int) -> tuple[float, float]:
     """Return the seconds and the bytes per rank of the exchanges to owners and from owners.
 
-    ``messages`` has the bytes of each owner's message, of the first and of the second kind; of one to all ranks if
-    there are no owners. ``exact`` are the bytes of exact tensors, which travel in the first two exchanges. There are
-    one or two ``exchanges`` of each kind.
+    ``messages`` are the bytes of each owner's message of the first kind, and of the second kind; if there are no
+    owners, each kind is one message to all ranks. ``exact`` are the bytes of exact tensors, which travel in the first
+    two exchanges. There are one or two ``exchanges`` of each kind.
     """
     ranks = cluster.ranks
     beside = (ranks - 1) / ranks * exact

@@ -176,7 +176,7 @@ def _tree(size: int, job: Job, cluster: Cluster, machine: Machine, method: Metho
 
 
 def _halving(sent: float, peers: int, link: Link, ranks: int) -> float:
-    """Return the seconds of recursive halving and doubling."""
+    """Return how many seconds recursive halving and doubling takes."""
     return 2 * math.ceil(math.log2(peers)) * link.latency + link.transfer(sent, ranks=ranks)
 
 

@@ -99,7 +99,7 @@ class _Probe:
         return from_host_bytes(bytes(size), self.like)
 
     def link(self, teams: Sequence[Sequence[int]], size: int) -> tuple[Link, _Spread, _Spread]:
-        """Return the link of the ranks of a team, and the spreads of its latency and of its transfer seconds."""
+        """Return the link between the ranks of a team, and the spreads of its latency and its transfer time."""
         latency = self._slowest(self._round_trips([(team[0], team[1]) for team in teams]))
         peers = len(teams[0]) - 1
         further = latency.median
@@ -130,7 +130,7 @@ class _Probe:
         return max(-(-size // peers), 2 * _SMALL)
 
     def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
-        """Return ``factor`` times the seconds of exchanges of the shares, minus ``waiting``."""
+        """Return ``factor`` times (t - ``waiting``), where t is how many seconds an exchange of the shares takes."""
         taken = self._slowest(self._exchanges(teams, share))
         # However large the measured latency is, the bytes took some of the time.
         middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))

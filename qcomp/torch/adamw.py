@@ -88,7 +88,7 @@ class BeginsAsAdamW(AveragingOptimizer):
     def _read(
         self, saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
     ) -> tuple[list[OfRank], Any]:
-        """Return what a saved state has of each rank, and its groups; a state of AdamW is the same on all ranks."""
+        """Return each rank's part of a saved state, and its groups; a state of AdamW is the same on all ranks."""
         if not _is_of_adamw(saved):
             return super()._read(saved, names, sizes)
         core, state = self._in_use(), self.core_state
@@ -114,7 +114,7 @@ class BeginsAsAdamW(AveragingOptimizer):
         return [OfRank(flat, {}, self._overlapped is not None)], kept
 
     def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:  # noqa: ARG002
-        """Return the state after the steps of AdamW that a first state has the moments of."""
+        """Return the state after the steps of AdamW whose moments a first state holds."""
         return state
 
 

@@ -33,7 +33,7 @@ from qcomp.torch.parameters import mark_of
 
 if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
     raise ImportError(
-        f"qcomp.torch.fsdp needs a torch whose FSDP2 takes other collectives, 2.9 or newer; this is {torch.__version__}"
+        f"qcomp.torch.fsdp needs torch 2.9 or newer, whose FSDP2 can use other collectives; this is {torch.__version__}"
     )
 
 __all__ = ["GatheredWeights", "ReplicatedGradients", "Rules", "ScatteredGradients"]

@@ -108,9 +108,9 @@ def compress(
     weights each time they are gathered: twice where weights are freed after the forward pass. If some parameters of a
     module have no gradient on any rank, its other gradients are compressed as one tensor, without regard to where a
     parameter begins. Parameters that require no gradient are left out. If ``requires_grad`` changes later, compressors
-    without feedback go on with the parameters that require a gradient then; with feedback, the backward pass raises
-    ValueError on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++), 2023; Markov et al.
-    (QSDP), ICML 2023.
+    without feedback go on with the parameters that require a gradient from then on; with feedback, the backward pass
+    raises ValueError on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++), 2023; Markov et
+    al. (QSDP), ICML 2023.
 
     Examples
     --------
@@ -358,7 +358,7 @@ def _require_place(units: Sequence[Unit], gradients: Compressor | None, between:
         if not unit.is_sharded_once:
             raise ValueError(
                 f"{unit.label} is sharded along several dimensions of its mesh, as by tensor parallelism; expected "
-                "one, since torch does not tell which parts of which parameters are in a message then"
+                "one, since with several torch does not tell which parts of which parameters a message holds"
             )
         if between is not None and unit.copies > 1:
             raise ValueError(

@@ -100,11 +100,11 @@ class Muon(AveragingOptimizer):
     in a DistributedDataParallel.
 
     Parameters may be sharded by ``fully_shard``, all of them by rows over one mesh, perhaps with replicas. Each rank
-    then sends its shard of a gradient to the owner of the matrix, and gets its shard of the update: with N ranks, the
-    Nth part of the bytes. If ``comm`` has the ranks of several meshes of one dimension, each mesh holds a replica, and
-    the gradients of the replicas are averaged here; else FSDP2 has averaged them. ``init_sync`` has no effect then, and
-    replicas that begin with other parameters are an error. Without compression, parameters are those of Muon on whole
-    tensors, bit for bit.
+    then sends its shard of a gradient to the owner of the matrix, and gets its shard of the update. With N ranks it
+    sends 1/N of the bytes that it would send for whole tensors. If ``comm`` has the ranks of several meshes of one
+    dimension, each mesh holds a replica, and the gradients of the replicas are averaged here; else FSDP2 has averaged
+    them. ``init_sync`` has no effect then, and replicas that begin with other parameters are an error. Without
+    compression, parameters are those of Muon on whole tensors, bit for bit.
 
     Examples
     --------

@@ -82,8 +82,8 @@ def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
         if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) > 1 or not by_rows:
             raise ValueError(
                 f"the parameter {name!r} has the placements {p.placements}; expected Shard(0) on one dimension of the "
-                "mesh, and Replicate() on the others, as fully_shard makes them without tensor parallelism and "
-                "shard_placement_fn"
+                "mesh, and Replicate() on the others, as fully_shard makes them if neither tensor parallelism nor "
+                "shard_placement_fn is used"
             )
         if p.device_mesh != mesh or p.placements != placements:
             raise ValueError(

@@ -160,7 +160,7 @@ class AveragingOptimizer(SavedOptimizer):
             If ``model`` is not wrapped, or averages other parameters; or, on some rank, if it averages over other ranks
             than the optimizer has made steps with.
         MismatchError
-            On the other ranks then.
+            On the other ranks, if some rank raises that ValueError.
         """
         if self._model is not None:
             raise RuntimeError(
@@ -289,7 +289,7 @@ class AveragingOptimizer(SavedOptimizer):
         Warns
         -----
         UserWarning
-            On every rank, if no parameter has a gradient on any rank: nothing changes then.
+            On every rank, if no parameter has a gradient on any rank, so that the step changes nothing.
         """
         loss = None
         if closure is not None:

@@ -75,8 +75,8 @@ class OuterLoop:
     ValueError
         If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model``
         does not have, or has a loop already; or on every rank, if the model or an optimizer of qcomp averages over all
-        these ranks in every step. A step raises it, before it moves anything, if an optimizer has received other
-        parameters since, the model has other tensors, or a parameter requires a gradient now that did not then.
+        these ranks in every step. A step raises it, before it moves anything, if since the loop was made an optimizer
+        has received other parameters, the model has got other tensors, or a parameter has begun to require a gradient.
     MismatchError
         On every rank, if the ranks differ in settings, or with ``init_sync=False`` in parameters; or from a step that
         makes buffers equal, if they have other buffers.
@@ -250,7 +250,7 @@ class OuterLoop:
         Raises
         ------
         ValueError, MismatchError
-            As for `qcomp.OuterLoop.load_state_dict`; nothing has changed then.
+            As for `qcomp.OuterLoop.load_state_dict`, before anything changes.
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
         saved = states_in(state_dict, self._comm.rank, self._comm.size)

@@ -23,7 +23,7 @@ _PARAMETER = "parameter."
 
 
 class OfRank(NamedTuple):
-    """What a saved state has of one rank."""
+    """The part of a saved state that belongs to one rank."""
 
     state: dict[str, Any]
     """The state of the core."""
@@ -93,7 +93,7 @@ def of_ranks(gathered: Mapping[str, Mapping[str, Any]], *, bucketed: bool) -> di
 
 
 def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]) -> list[OfRank]:
-    """Return what a saved state has of each rank that is in it.
+    """Return, for each rank in a saved state, the part that belongs to it.
 
     Parameters
     ----------

@@ -277,7 +277,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         ValueError
             If a state does not fit.
         MismatchError
-            On the other ranks then.
+            On the other ranks, if some rank raises ValueError.
         """
         is_list = isinstance(state_dict, Sequence)
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
@@ -320,7 +320,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
     def _read(
         self, saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
     ) -> tuple[list[OfRank], Any]:
-        """Return what a saved state has of each rank, and its groups; names and sizes as in `flattened`."""
+        """Return each rank's part of a saved state, and its groups; names and sizes as in `flattened`."""
         return flattened(saved, names, sizes), saved["param_groups"]
 
     def _require_parameters(self, parameters: Mapping[str, Any]) -> None:
@@ -365,7 +365,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
 
 
 def _has_arrays_of(own: Mapping[str, Any], loaded: OptimizerState, optimizer: Optimizer) -> bool:
-    """Return whether a loaded state has the arrays that differ between ranks from one rank's state."""
+    """Return whether all arrays that differ between ranks are equal in a loaded state and in one rank's state."""
     return all(
         torch.equal(own[f"{kind}.{name}"].to(x.device), x)
         for kind in optimizer.own_kinds(loaded.stage)
@@ -374,5 +374,5 @@ def _has_arrays_of(own: Mapping[str, Any], loaded: OptimizerState, optimizer: Op
 
 
 def _kinds(state: OptimizerState) -> dict[str, Any]:
-    """Return the arrays of a state that it has for each parameter, by kind."""
+    """Return those arrays of a state that exist for each parameter, by kind."""
     return {"momentum": state.momentum, "variance": state.variance, **state.arrays}

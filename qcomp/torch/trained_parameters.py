@@ -51,7 +51,7 @@ class Trained:
                 raise TypeError(
                     f"optimizer {number} is a {type(one).__name__}, whose __init__ does not call "
                     "torch.optim.Optimizer.__init__, so torch runs no hooks and the loop would never notice a step. "
-                    "Call it there, or give the loop the optimizer inside"
+                    "Call it there, or give the loop the optimizer that this one wraps"
                 )
         named = _named(model)
         self.optimizers = optimizers
@@ -128,14 +128,14 @@ class Trained:
 
     @torch.no_grad()
     def begin_with(self, params: Sequence[Any]) -> None:
-        """Write parameters into the model before the first step, and move the copies that optimizers have of them."""
+        """Write parameters into the model before the first step, and move the optimizers' copies of them."""
         self.positions.note(at_start=True)
         self.write(params)
         self.positions.forget()
         self.positions.begin(self.tensors)
 
     def write(self, params: Sequence[Any]) -> None:
-        """Write what has changed into the model, and move what the optimizers' states have of it."""
+        """Write what has changed into the model, and move the copies of it in the optimizers' states."""
         for p, new in zip(self.tensors, params, strict=True):
             value = own_part(p)
             if new.data_ptr() != value.data_ptr():

@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import loss_race
@@ -89,14 +89,41 @@ class TestPlan:
         known = [c for c in found if c.rate is not None]
         assert len(set(known)) == len(known)
 
-    def test_the_best_rate_needs_all_three_results_and_ignores_failures(self):
-        assert plan.best_rate(ROWS, "demo", REFERENCE) == 1e-3
-        assert plan.best_rate(ROWS, "long", REFERENCE) == 1e-3
-        assert plan.best_rate(ROWS, "transformer", REFERENCE) is None
-        assert plan.best_rate(ROWS, "demo", FAST) is None
-        assert plan.best_rate(ROWS, "demo", FAST, all_tried=False) == 3e-3
-        seeds = [c.rate for c in plan.curves(ROWS) if (c.task, c.method, c.seed) == ("demo", REFERENCE, 1)]
+    def test_the_best_rate_lies_between_two_others_and_is_no_failure(self):
+        assert plan.best_rate(ROWS, "demo", REFERENCE) is None
+        rows = [*ROWS, row_of(REFERENCE, 5e-4, [(0, 5.0), (300, 2.1)])]
+        assert plan.best_rate(rows, "demo", REFERENCE) == 1e-3
+        assert plan.best_rate(rows, "long", REFERENCE) == 1e-3
+        assert plan.best_rate(rows, "transformer", REFERENCE) is None
+        assert plan.best_rate(rows, "demo", FAST) is None
+        seeds = [c.rate for c in plan.curves(rows) if (c.task, c.method, c.seed) == ("demo", REFERENCE, 1)]
         assert seeds == [1e-3, 1e-3]  # for 2 ranks and for 4
+
+    @pytest.mark.parametrize("optimum", [1e-4, 4e-4, 1e-3, 3e-3, 2e-2, 0.1])
+    def test_rates_are_tried_until_the_best_lies_between_two_others(self, optimum):
+        rows = []
+        while (rate := plan.next_rate(rows, "demo", FAST)) is not None:
+            assert [c.rate for c in plan.missing(rows, [FAST]) if c.seed == 0 and c.rate] != []
+            assert plan.best_rate(rows, "demo", FAST) is None
+            rows.append(row_of(FAST, rate, [(0, 5.0), (300, 2 + abs(math.log(rate / optimum)))]))
+        tried = sorted(row["rate"] for row in rows)
+        best = plan.best_rate(rows, "demo", FAST)
+        assert tried[0] < best < tried[-1]
+        assert set(plan.RATES) <= set(tried)
+        assert best / 3 < optimum < best * 3
+        beyond = [rate for rate in tried if not 1e-3 <= rate <= 9e-3]
+        assert all(a * 2 == pytest.approx(b) for a, b in pairwise(beyond))
+
+    def test_a_better_rate_counts_once_it_has_as_many_seeds(self):
+        losses = {1e-3: 2.0, 5e-4: 1.5, 3e-3: 2.5}
+        rows = [row_of(FAST, rate, [(0, 5.0), (300, loss)]) for rate, loss in losses.items()]
+        rows.append(row_of(FAST, 1e-3, [(0, 5.0), (300, 2.1)], seed=1))
+        assert plan.counting_rate(rows, "demo", 2, FAST) == 1e-3
+        assert Race("demo", 2, rows).judgement(FAST) == "3 tried, 0.0005 is better with seed 0"
+        rows.append(row_of(FAST, 5e-4, [(0, 5.0), (300, 1.9)], seed=1))
+        assert plan.counting_rate(rows, "demo", 2, FAST) == 5e-4
+        assert Race("demo", 2, rows).judgement(FAST) == "3 tried, at an edge"
+        assert plan.counting_rate(rows, "demo", 4, FAST) is None
 
     def test_remaining_hours_are_estimated_from_similar_trainings(self):
         other = plan.Curve("demo", 2, "qadam", 3e-3, 0)
@@ -255,8 +282,14 @@ class TestStandings:
     def test_tables(self):
         made = standings.tables(ROWS, SECONDS, [])
         assert "The target is 2.000 nats a byte." in made["steps"]
-        assert "| DDP, float32, AdamW | 0.001 (3 of 3) | 2.000 | 300 | 3.000 | 25.0 | 1 |" in made["steps"]
-        assert "| qcomp: 1-bit Adam | 0.003 (1 of 3) | 3.000 | not reached at this rate |" in made["steps"]
+        assert (
+            "| DDP, float32, AdamW | 0.001 (3 tried, at an edge) | 2.000 | 300 | 3.000 | 25.0 | 1 |"
+            in made["steps"]
+        )
+        assert (
+            "| qcomp: 1-bit Adam | 0.003 (1 tried, at an edge) | 3.000 | not reached at this rate |"
+            in made["steps"]
+        )
         assert "| qcomp: Muon, 4 + 1 bits | 75, 8.00x | 1 |" in made["seconds"]
         # The exact steps of 1-bit Adam are not timed; its other rates may reach the target.
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]

@@ -245,7 +245,11 @@ class TestOneBitAdam:
     def test_a_frozen_variance_keeps_up(self):
         def averaged(part):
             (g,) = part.values
-            return primitives.momentum(part.terms.blends[0].m, g, problem.BETAS[0], 1.0) if part.terms.blends else g
+            return (
+                primitives.momentum(part.terms.blends[0].m, g, problem.BETAS[0], 1.0)
+                if part.terms.blends
+                else g
+            )
 
         problem = Quadratic()
         mean = TwoWay(problem)

@@ -106,7 +106,7 @@ def decoder(
     layout: Callable[[int, int, Own], Layout],
     decode_bucket: Callable[[Bytes, Layout, int, int, int, Floats, Own], None],
 ) -> Kernel:
-    """Return the kernel that decompresses the buckets of a table, each one of all ranks' payloads in turn.
+    """Return the kernel that decompresses a table: into each vector, the payloads of all ranks, one by one.
 
     ``decode_bucket(data, layout, start, bucket, adds, out, own)`` decompresses a bucket into ``out``, where ``adds`` is
     `WRITE`, `ADD` or `ADD_AGAIN`. The other parameters are as for `encoder`.

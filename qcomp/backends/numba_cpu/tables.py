@@ -1,4 +1,4 @@
-"""Tables of vectors: a kernel takes addresses, so that one call works on many vectors, however small they are.
+"""Tables of vectors as addresses and sizes, so that one kernel call works on many vectors, however small.
 
 The buckets of all vectors of a table are numbered in order. A kernel call works on a run of these numbers, so threads
 share a table evenly, however its vectors differ in size.

@@ -109,7 +109,7 @@ class World:
 
     @property
     def part_kinds(self) -> tuple[str, ...]:
-        """The kinds of arrays of which each rank has a part of each tensor."""
+        """The kinds of arrays that are cut: each rank holds a part for each tensor."""
         return self.mean.part_kinds
 
     @property
@@ -147,11 +147,11 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     every worker residual becomes mean_i e_i + e_s of the old world, and server residuals become zero. Arrays of the
     optimizer's own kinds become their means, arrays that exist once in the world go to their new owners, and everything
     else, which must be equal in all dicts, stays the same. A server that is not a worker for its chunk, as around a
-    ring, gets the Nth part of that worker residual: the share that it would have contributed to the mean as a worker.
-    Parts of tensors that are cut into shards go to the ranks that hold them now, unchanged.
-    Where arrays of old ranks are lost, the total lacks their residuals, the optimizer's own kinds are means over the
-    other ranks, and arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old
-    ranks, so no residual counts more than once; in a hierarchy, where ranks of a node share residuals, a part is lost.
+    ring, gets 1/N of that worker residual: the share that it would have contributed to the mean as a worker. Parts of
+    tensors that are cut into shards go to the ranks that hold them now, unchanged. Where arrays of old ranks are lost,
+    the total lacks their residuals, the optimizer's own kinds are means over the other ranks, and arrays that exist
+    once begin at zero. If a dict is missing, its rank still counts among the old ranks, so no residual counts more than
+    once; in a hierarchy, where ranks of a node share residuals, a part is lost.
 
     The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
     of `CompressedMean` continues to hold. Each rank sends the facts of its dicts as text, and 2 (N - 1) / N * 32 bits
@@ -167,7 +167,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     if size != world.size and not world.replica.resizes:
         raise ValueError(
             f"saved comes from another number of ranks; expected {world.size} instead of {size}: a state of "
-            f"{type(world.replica).__name__} has arrays that fit only this number"
+            f"{type(world.replica).__name__} has arrays that fit only the number of ranks that saved it"
         )
     _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
     template = world.template(step, stage)
@@ -533,7 +533,7 @@ def _require_mergeable(
 
 
 def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -> None:
-    """Raise ValueError, on all ranks alike, unless one dict has each array that exists once, of its size and dtype.
+    """Raise ValueError, on all ranks, unless each array that exists once is in one dict, with its size and dtype.
 
     If some of the ``size`` dicts are missing, so may be some of these arrays.
     """

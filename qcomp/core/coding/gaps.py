@@ -78,7 +78,7 @@ class Plain(NamedTuple):
 
 
 def longest(size: int, shape: Shape) -> int:
-    """Return the most bytes of the code of a vector of ``size`` elements."""
+    """Return how many bytes the code of a vector of ``size`` elements takes at most."""
     full, rest = divmod(size, shape.bucket_size)
     return -(-(full * _longest_bucket(shape.bucket_size, shape) + _longest_bucket(rest, shape)) // 8)
 

@@ -74,7 +74,7 @@ class OneBitSGD(BucketedCompressor):
 
     @staticmethod
     def length_of(count: int) -> int:
-        """Return the number of bits of a column of ``count`` elements, in whole bytes."""
+        """Return how many bits a column of ``count`` elements takes, rounded up to whole bytes."""
         return -(-count // 8) * 8
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A few elements of every bucket, drawn at random, in 32 bits or rounded at random to a few levels; unbiased."""
+"""RandK: a few random elements of every bucket, in 32 bits or rounded at random to a few levels; unbiased."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -125,10 +125,10 @@ class Codec:
     ) -> Compressed:
         """Compress all chunks of these tensors, with feedback if there are residuals.
 
-        The chunks cover each tensor in order. With ``donate`` the new residuals take the buffers of the tensors, whose
-        values are lost then; the old residuals are never written to, so that they survive if any rank refuses. With
-        ``blends``, the momenta that the tensors are blended into are compressed instead. ``into`` may have a buffer for
-        the new residual of each tensor; it is ignored with ``donate``.
+        The chunks cover each tensor in order. With ``donate`` the new residuals overwrite the tensors; the old
+        residuals are never written to, so that they survive if any rank refuses. With ``blends``, the momenta that the
+        tensors are blended into are compressed instead. ``into`` may have a buffer for the new residual of each tensor;
+        it is ignored with ``donate``.
         """
         over_values = bool(residuals) and donate and all(map(is_mutable, tensors))
         buffers: Sequence[Any] = (

@@ -125,8 +125,8 @@ class CompressedMean:
     divisor : {"ranks", "senders"}, default "ranks"
         What the sum over the ranks is divided by at each element: the number of ranks, or with ``"senders"`` the number
         of ranks whose payload is not 0 there. Both are the same for compressors that drop no elements. With `TopK` and
-        others that do, an element that only one rank sends moves by its full value. The sum identity does not hold
-        then. Needs the topology ``"all_gather"``.
+        others that do, an element that only one rank sends moves by its full value. With ``"senders"`` and such a
+        compressor the sum identity does not hold. Needs the topology ``"all_gather"``.
 
     Notes
     -----

@@ -51,7 +51,7 @@ class Link:
             require("per_message", self.per_message, 0 <= self.per_message < math.inf, "seconds, at least 0")
 
     def seconds(self, sent: float, *, ranks: int, messages: int) -> float:
-        """Return the seconds of an exchange in which ranks of a node each send and receive this many bytes.
+        """Return how many seconds an exchange takes in which ranks of a node each send and receive this many bytes.
 
         Parameters
         ----------
@@ -68,7 +68,7 @@ class Link:
         return self.latency + (messages - 1) * further + self.transfer(sent, ranks=ranks)
 
     def transfer(self, sent: float, *, ranks: int) -> float:
-        """Return the seconds of the bytes alone, without latencies."""
+        """Return how many seconds the bytes alone take, without latencies."""
         each_way = 1 if self.duplex else 2
         return each_way * sent * max(1.0, ranks / self.streams) / self.bandwidth
 

@@ -1,4 +1,4 @@
-"""Tensors in shards, with one owner each: shards go to the owner, and shards of the update that it makes come back."""
+"""Means of tensors in shards: `ShardedMean`, whose owners send back an update, and `ExactShards`, over replicas."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -325,7 +325,7 @@ def _require_finite(values: Sequence[Array], state: MeanState) -> Stages[Any]:
 
 
 def _among(stages: Stages[Any], ranks: Sequence[int], world: int) -> Stages[Any]:
-    """Run a computation of some ranks as one of all ranks of a world, each of which runs one beside it."""
+    """Run a computation among some ranks over a whole world, whose other ranks run theirs at the same time."""
 
     def ask(request: Exchange) -> Stages[Sequence[Array]]:
         send = request.send if isinstance(request, AllToAll) else (request.send,) * len(ranks)

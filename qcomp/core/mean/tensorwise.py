@@ -49,7 +49,7 @@ class TensorwiseMean(CompressedMean):
     numbers: Sequence[int] = ()
 
     def bucket_numbers(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the number of the first bucket of each tensor of a model of these shapes."""
+        """Return the number of each tensor's first bucket, in a model with these shapes."""
         lengths = [c.traits.bucket_size for c in self.compressors_of(shapes)]
         (whole,) = cut([math.prod(shape) for shape in shapes], lengths, 1)
         first = {segment.tensor: segment.bucket for segment in whole}

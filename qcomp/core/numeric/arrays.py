@@ -282,8 +282,8 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
 def detached(tensors: Sequence[Any]) -> list[Array]:
     """Return tensors detached from automatic differentiation, which torch would record, and from a minus sign.
 
-    The memory of a tensor of torch may hold the negatives of its values, as the memory of ``z.conj().imag`` does. Torch
-    then gives neither its bits nor NumPy's view of it.
+    A torch tensor's memory may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then gives
+    neither its bits nor NumPy's view of it.
     """
     if not hasattr(type(tensors[0]), "detach"):
         return list(tensors)

@@ -269,9 +269,9 @@ def draws_are_replaced() -> bool:
 def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
     """Return one 16-bit draw for every element of a block, float32 of shape (rows, length), values 0 to 65535.
 
-    A Philox block yields four words, hence eight draws. With W the length of a bucket over 8, draw d of block
-    ``bucket * bucket_size / 8 + j`` belongs to element d*W + j, the low half of word d // 2 first. So one lane
-    owns one block, eight strided elements and one byte of every bit plane.
+    A Philox block yields four words, hence eight draws. Let W be the length of a bucket divided by 8. Then draw d of
+    block ``bucket * bucket_size / 8 + j`` belongs to element d*W + j. Draws 2i and 2i + 1 are the low and the high half
+    of word i. So one lane owns one block, eight strided elements and one byte of every bit plane.
 
     Raises
     ------

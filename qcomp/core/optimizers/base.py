@@ -52,10 +52,11 @@ class Optimizer(Replica[OptimizerState]):
         Learning-rate factors and weight decays for parameters selected by name, see `Group`.
     rounding : {"nearest", "stochastic"}, default "nearest"
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
-        ``"stochastic"`` keeps them on average. Then a step computes with float32 copies, 4 bytes per element that are
-        free again after it, and every new value becomes one of its two neighbours in bfloat16, the nearer one more
-        often, so that it is right on average. All ranks draw the same. The state is the same as with ``"nearest"``, and
-        either may load the other's. Parameters in float16 are rounded to nearest in any case, and need float32 masters.
+        ``"stochastic"`` keeps them on average. A step then computes with float32 copies, which take 4 bytes per element
+        and are freed after the step. It rounds every new value at random to one of its two neighbours in bfloat16, more
+        often to the nearer one, so that the result is right on average. All ranks draw the same. The state is the same
+        as with ``"nearest"``, and either may load the other's. Parameters in float16 are rounded to nearest in any
+        case, and need float32 masters.
     """
 
     of_groups = tuple[str, ...]()

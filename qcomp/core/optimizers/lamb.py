@@ -135,7 +135,7 @@ def direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
 
 
 def trust_key(name: str) -> str:
-    """Return the name of the trust ratio of a parameter among the numbers of a state."""
+    """Return the key of a parameter's trust ratio in the ``numbers`` of a state."""
     return f"trust.{name}"
 
 

@@ -11,7 +11,7 @@ The momentum of exact tensors is averaged exactly; their variance is frozen too.
 because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a gradient
 receive the rest of their momentum and then the corrections of feedback, so their total displacement stays bounded.
 
-`qcomp.core.variance.policy` has what happens to the variance.
+See `qcomp.core.variance.policy` for what happens to the variance.
 """
 
 from collections.abc import Collection, Mapping, Sequence

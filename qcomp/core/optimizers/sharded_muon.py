@@ -38,9 +38,9 @@ class ShardedMuon(Muon):
 
     Notes
     -----
-    A rank sends each of its shards to the owner of the matrix, and gets its shard of the update: with N ranks, the
-    Nth part of what each sends in `Muon`. See `ShardedMean`, also for the sums of what is sent, and `ExactShards` for
-    the tensors that AdamW moves.
+    A rank sends each of its shards to the owner of the matrix, and gets its shard of the update. With N ranks it sends
+    1/N of what it would send in `Muon`. See `ShardedMean`, also for the sums of what is sent, and `ExactShards` for the
+    tensors that AdamW moves.
 
     With ``clip_norm`` the norm is sqrt(mean_j |g_j|^2) over the replicas j. There are no whiteners, since a rank with a
     shard of g cannot make its shard of W g. The first step does not look for gradients of 0 that move.

@@ -50,7 +50,8 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
         return values
     if isinstance(values, Mapping):
         raise TypeError(
-            f"{argument} is a {type(values).__name__}; expected list({argument}.values()), and names"
+            f"{argument} is a {type(values).__name__}; expected list({argument}.values()), and in init its keys as "
+            "names="
         )
     several = isinstance(values, list | tuple | Iterator)
     tensors = list(values) if several else [values]

@@ -98,7 +98,7 @@ class VariancePolicy:
     def asked(
         self, state: OptimizerState, betas: Betas, counts: Sequence[int], *, rising: bool
     ) -> Observation:
-        """Return the answer of the rule after a step; ``rising`` says whether the next one has a larger rate.
+        """Return the answer of the rule after a step; ``rising`` says whether the next step has a larger learning rate.
 
         Warn of a freeze while the rate rises, and of a very long wait.
         """

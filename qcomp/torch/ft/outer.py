@@ -169,8 +169,8 @@ class ElasticOuterLoop(QuorumMember):
         RuntimeError
             If `zero_grad` was not called since the last step; or from the manager, as in `zero_grad`.
         NonFiniteError, MismatchError, ValueError
-            As for `qcomp.OuterLoop.step`, on every replica. In the warm-up, nothing has changed then; after it, the
-            inner step is kept.
+            As for `qcomp.OuterLoop.step`, on every replica. An error in the warm-up changes nothing; after the warm-up,
+            the inner step is kept.
 
         Warns
         -----

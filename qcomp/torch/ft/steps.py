@@ -133,7 +133,7 @@ class Elastic(QuorumMember):
         RuntimeError
             If `zero_grad` was not called since the last step.
         NonFiniteError, MismatchError, ValueError
-            As for the step of the optimizer, on every replica; nothing has changed then.
+            As for the step of the optimizer, on every replica, before anything changes.
         """
         self._require_ready()
         return self._run(self.optimizer._stages)

@@ -152,7 +152,7 @@ class Topology(ABC):
 
 
 def decode_means(codec: Codec, opened: Sequence[Opened], call: Call) -> list[Array]:
-    """Return the mean of each tensor from the messages of all chunks, in the buffers that the call has for them."""
+    """Return each tensor's mean from the messages of all chunks, in the buffers ``call.places`` if there are any."""
     places = call.places
     if places is None:
         return codec.decode_tensors(opened)
