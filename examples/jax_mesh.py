@@ -1,7 +1,7 @@
 """A classifier of handwritten digits, trained with optax on a mesh whose devices send eight bits per element.
 
-Run ``python examples/jax_mesh.py``. Without GPUs it makes eight devices of the CPU. On several machines run a process
-on each, ``mpirun -n 2 python -m mpi4py examples/jax_mesh.py``: the mesh has the devices of all machines.
+Run ``python examples/jax_mesh.py``. Without GPUs it splits the CPU into eight devices. On several machines run a
+process on each, ``mpirun -n 2 python -m mpi4py examples/jax_mesh.py``: the mesh has the devices of all machines.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `read_payload.py` needs of a payload's bytes: fields, codes, draws, and the coded levels and gaps."""
+"""Reads a payload's bytes for `read_payload.py`: fields, codes, draws, and the coded levels and gaps."""
 
 import struct
 from bisect import bisect_right
@@ -47,7 +47,7 @@ class Source:
         return number
 
     def bytes(self, count: int) -> bytes:
-        """Return the next bytes, after the zeros that fill up a byte of bits."""
+        """Return the next bytes, after the zeros that fill up the last byte of bits."""
         require(not self.bits(-self.at % 8), "the bits are filled up with ones")
         start, self.at = self.at // 8, self.at + 8 * count
         require(self.at <= 8 * len(self.data), "the data is too short")
@@ -58,13 +58,13 @@ class Source:
         return len(self.data) - -(-self.at // 8)
 
     def field(self, kind: str, count: int) -> list[Any]:
-        """Return the next field, of a kind of `struct`."""
+        """Return the next field, whose items have a format of `struct`."""
         size = struct.calcsize(f"<{kind}")
         self.bytes(-(self.at // 8) % size if count else 0)
         return list(struct.unpack(f"<{count}{kind}", self.bytes(count * size)))
 
     def by_significance(self, count: int, end: int) -> list[int]:
-        """Return numbers below an end, which are stored byte by byte."""
+        """Return numbers below ``end``, stored as all low bytes, then all second bytes."""
         width = max(1, -(-(end - 1).bit_length() // 8))
         data = self.bytes(width * count)
         return [int.from_bytes(data[i::count], "little") for i in range(count)]

@@ -1,4 +1,4 @@
-"""Spec strings of compressors, for `read_payload.py`."""
+"""Reads the spec strings of compressors for `read_payload.py`."""
 
 import re
 from math import sqrt
@@ -7,7 +7,7 @@ from typing import Any
 
 from payload_bits import require
 
-OPTIONS = {  # of numbers the default and the greatest value; of words all values, the default first
+OPTIONS = {  # numbers: the default and the greatest value; words: all values, the default first
     **{"identity": "", "scaled": "", "cast": "dtype=bfloat16|float16", "minmax": "bucket_size=2048:65536"},
     **{"onebit_sgd": "column_size=1048576:1048576", "whole_fields": "field=1:1048576"},
     "sign": "bucket_size=4096:1048576 scale=l1|rms",

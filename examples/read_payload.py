@@ -28,7 +28,7 @@ def flushed(x: float) -> float:
 
 
 def recoded(values: list[Any], old: str, new: str) -> list[Any]:
-    """Return the bits of some values of a kind of `struct` as values of another."""
+    """Return the bits of values of one `struct` format as values of another."""
     return list(struct.unpack(f"<{len(values)}{new}", struct.pack(f"<{len(values)}{old}", *values)))
 
 

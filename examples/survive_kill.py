@@ -6,8 +6,8 @@ Start it with
     torchrun --standalone --nproc-per-node 2 --max-restarts 2 examples/survive_kill.py --kill 1 27
 
 After 27 steps rank 1 kills itself, torchrun starts all ranks again, and they continue from step 25, with the same bits
-as without the kill. On several nodes give torchrun a ``--rdzv-id`` of this job's own. Without the variable, gloo finds
-the addresses of the killed ranks in torchrun's store.
+as without the kill. On several nodes give torchrun a ``--rdzv-id`` of this job's own. Without the variable, gloo would
+connect to killed ranks, whose addresses it finds in torchrun's store.
 """
 
 import argparse

@@ -3,7 +3,8 @@
 Start it with ``torchrun --nproc-per-node 2 examples/torch_fsdp.py``. Two lines differ from the script without
 compression: the import, and ``compress``. ``--mesh hsdp`` shards over the ranks of a node and compresses between nodes
 (of two ranks each, so it needs four); ``--mesh replicate`` keeps whole copies, as DistributedDataParallel does.
-``--muon`` takes Muon in place of AdamW: the shards of a matrix go to one rank, which orthogonalises it.
+``--muon`` takes Muon in place of AdamW: the gradient shards of a matrix go to one rank, which orthogonalises the
+update.
 """
 
 import argparse

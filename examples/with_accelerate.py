@@ -1,8 +1,8 @@
 """Accelerate with compression: a convolutional network learns to read digits.
 
 Start it with ``torchrun --nproc-per-node 2 examples/with_accelerate.py``, or ``accelerate launch``. ``prepare`` wraps
-the model in DistributedDataParallel, to which compression is attached: by default 1-bit Adam, with ``--hook`` any
-optimizer on compressed gradients.
+the model in DistributedDataParallel, to which the script attaches compression: by default 1-bit Adam, with ``--hook``
+compressed gradients for any optimizer.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """The Trainer of Hugging Face with compression: a convolutional network learns to read digits.
 
 Start it with ``torchrun --nproc-per-node 2 examples/with_transformers.py``. The Trainer wraps the model in
-DistributedDataParallel once training begins, so a callback attaches compression there: by default 1-bit Adam, with
-``--hook`` any optimizer on compressed gradients, with ``--outer`` any optimizer in an outer loop, for which the wrapper
-must average nothing.
+DistributedDataParallel once training begins, so a callback attaches compression at that time: by default 1-bit Adam,
+with ``--hook`` compressed gradients for any optimizer, and with ``--outer`` an outer loop around any optimizer, for
+which the wrapper must average nothing.
 """
 
 import argparse
