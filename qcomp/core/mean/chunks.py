@@ -102,9 +102,9 @@ def _cut_each(
 
 
 def deal(sizes: Sequence[int], bucket_sizes: Sequence[int], count: int, *, costs: Sequence[int]) -> Chunks:
-    """Give every tensor as a whole to one of ``count`` chunks: the costliest first, to the chunk with the least costs.
+    """Give every whole tensor to one of ``count`` chunks: the costliest first, to the chunk with the least cost so far.
 
-    No chunk costs more than the mean of all chunks and one tensor. Buckets are numbered as by `cut`.
+    No chunk costs more than the mean of all chunks plus one tensor. Buckets are numbered as by `cut`.
 
     Examples
     --------

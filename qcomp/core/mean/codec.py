@@ -45,10 +45,10 @@ class Compressed(NamedTuple):
 class Verdicts:
     """The verdicts of the ranks on their values, read once for all exchanges of a mean.
 
-    A rank that cannot compress, because a value is not finite, sends refusals to all its peers: so no rank blocks,
-    and all raise in the same stage. A verdict lies in the memory of its message, and reading it stalls a device; so
-    the verdicts are collected, and read when the last has arrived. Until then the ranks continue even after a refusal,
-    and the result is then discarded.
+    A rank that cannot compress, because a value is not finite, sends refusals to all its peers: so no rank blocks, and
+    all raise in the same stage. A verdict lies in the memory of its message, and reading it stalls a device; so the
+    verdicts are collected, and read when the last has arrived. Until that moment the ranks continue even after a
+    refusal, whose results are discarded.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ class Verdicts:
     def require_accepted(self, error: NonFiniteError | None) -> tuple[Array, ...]:
         """Read all verdicts, and raise `NonFiniteError` on every rank alike if any rank has refused.
 
-        The ranks to blame refused in the first exchange with a refusal. The error is raised from
-        ``error``, which kept this rank from compressing.
+        The error blames the ranks that refused in the first exchange with a refusal. It is raised from ``error``, which
+        kept this rank from compressing.
 
         Returns the verdicts that cannot be read, because a compiler is tracing; see `Averaged.verdicts`.
         """
@@ -97,7 +97,7 @@ def refused_by(ranks: Sequence[int]) -> NonFiniteError:
 
 
 class Codec:
-    """Compresses the segments of chunks into messages and back.
+    """Compresses the segments of chunks into messages, and decompresses them.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class Codec:
 
         The chunks cover each tensor in order. With ``donate`` the new residuals overwrite the tensors; the old
         residuals are never written to, so that they survive if any rank refuses. With ``blends``, the momenta that the
-        tensors are blended into are compressed instead. ``into`` may have a buffer for the new residual of each tensor;
+        tensors are blended into are compressed instead. ``into`` may hold a buffer for the new residual of each tensor;
         it is ignored with ``donate``.
         """
         over_values = bool(residuals) and donate and all(map(is_mutable, tensors))
@@ -243,7 +243,7 @@ class Codec:
         return assemble([one.frame.chunk for one in opened], list(map(self._decode, opened)), self.tensors)
 
     def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
-        """Write the values of the segments of all chunks into buffers like all tensors."""
+        """Write the values of all chunks' segments into ``places``, a buffer for each tensor."""
         kernel = getattr(self._kernels, "decode_frames", None)
         if kernel and kernel(list(map(_FRAME, opened)), list(map(_MESSAGE, opened)), places):
             return
@@ -405,7 +405,7 @@ def assemble(
 
 
 def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
-    """Return means as they are, or NaN if a verdict that a compiler traces refuses: nothing can be raised there."""
+    """Return the means, or NaN if a traced verdict is a refusal: compiled programs cannot raise errors."""
     if not verdicts:
         return means
     xp = array_namespace(verdicts[0])

@@ -124,19 +124,19 @@ class CompressedMean:
         `qcomp.planning.Link`.
     divisor : {"ranks", "senders"}, default "ranks"
         What the sum over the ranks is divided by at each element: the number of ranks, or with ``"senders"`` the number
-        of ranks whose payload is not 0 there. Both are the same for compressors that drop no elements. With `TopK` and
-        others that do, an element that only one rank sends moves by its full value. With ``"senders"`` and such a
-        compressor the sum identity does not hold. Needs the topology ``"all_gather"``.
+        of ranks whose payload is not 0 there. Both are the same for compressors that drop no elements. With
+        ``"senders"`` and a compressor that drops some, such as `TopK`, an element that only one rank sends moves by its
+        full value, and the sum identity does not hold. Needs the topology ``"all_gather"``.
 
     Notes
     -----
     If b is the bytes of the payload of the whole vector, each of N ranks sends 2 (N - 1) / N * b bytes in two phases
     and (N - 1) * b by all-gather, plus a few bytes of verdict and padding. For the others see
     `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, each
-    exchange is preceded by one of 16 N bytes to every rank that announces the lengths. All ranks decode the same bytes,
-    so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum identity:
-    the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the last step.
-    Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    exchange is preceded by another, of 16 N bytes to every rank, which announces the lengths. All ranks decode the same
+    bytes, so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum
+    identity: the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the
+    last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
     All-gather rounds a value once. Two phases round it twice, and so does the hierarchical mean between nodes; inside
     a node it rounds nothing. A ring rounds sums N - 1 times and their mean once. With an unbiased compressor the mean
@@ -164,9 +164,9 @@ class CompressedMean:
     owned_kinds: ClassVar[tuple[str, ...]] = ()
     """Those of ``kinds`` that exist once in the world for each tensor, on the rank that owns it."""
     tracked_kinds: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Those of ``kinds`` whose mean over the ranks is another of them, which all ranks hold in full."""
+    """For each kind whose mean over the ranks is another kind, that other kind, which all ranks hold in full."""
     part_kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of arrays in a state of which each rank has a part of each tensor; see `starts`."""
+    """Kinds of arrays in a state that hold a part of each tensor on each rank; see `starts`."""
     low_rank: ClassVar[bool] = False
     """Whether matrices are approximated by factors."""
     in_one: ClassVar[bool] = False
@@ -285,7 +285,7 @@ class CompressedMean:
         }
 
     def node_stages(self, host: str | None, *, size: int, like: Array) -> Stages[tuple[int, ...]]:
-        """Return the node of each rank, the same on all ranks; empty, without an exchange, if nothing depends on it."""
+        """Return the node of each rank, the same on all ranks; empty, without an exchange, if they do not matter."""
         if self.topology != AUTO and not self.resolved.wants_nodes:
             return ()
         return (yield from node_stages(host, size=size, like=like, topology=self.topology))
@@ -416,7 +416,7 @@ class CompressedMean:
     ) -> tuple[Any, MeanState]:
         """Average x over the ranks of a communicator; see `stages`.
 
-        With ``weight`` on all ranks, each counts in this mean by its own weight; see `weighted`.
+        If all ranks pass a ``weight``, the mean is weighted by each rank's own; see `weighted`.
         """
         require_communicator(comm)
         if (comm.rank, comm.size) != (state.rank, state.size):
@@ -457,7 +457,7 @@ class CompressedMean:
             Whether x may be used up: the new residuals then take its buffers, and its values are lost even if this
             raises. In addition to the mean and the new residuals, a mean needs memory for the payloads and for the
             float32 values of one chunk. A ring does not use up x. Neither does a hierarchical mean, which needs memory
-            for a copy of x, what its node sends, and the sum.
+            for a copy of x, for what its node sends, and for the sum.
         blends : sequence of Blend
             One for each array of x: average the momenta that the arrays are blended into.
         overwrite : bool, default False
@@ -588,7 +588,7 @@ class CompressedMean:
 
     @cached_property
     def _of_one_vector(self) -> CompressedMean:
-        """The mean of all tensors as one vector, of lossless compressors."""
+        """The mean of all tensors joined into one vector, for lossless compressors."""
         return CompressedMean(self.compressors[0], self.topology, self.feedback, self.link)
 
     def _require_terms(self, terms: Terms, count: int) -> None:

@@ -153,7 +153,7 @@ class Cost(NamedTuple):
 
 
 def around(sent: float, cluster: Cluster) -> float:
-    """Return the seconds in which each rank sends this many bytes to its neighbour, in 2 (N - 1) steps."""
+    """Return how many seconds each rank takes to send this many bytes to its neighbour, in 2 (N - 1) steps."""
     # One rank of each node sends to the next node, the others to ranks of their node, all in the same steps.
     links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
     if not links:
@@ -163,14 +163,14 @@ def around(sent: float, cluster: Cluster) -> float:
 
 
 def to_all(share: float, cluster: Cluster) -> float:
-    """Return the seconds in which each rank sends this many bytes to every other rank."""
+    """Return how many seconds each rank takes to send this many bytes to every other rank."""
     lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
     between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
     return max(between, inside(share, cluster))
 
 
 def inside(share: float, cluster: Cluster) -> float:
-    """Return the seconds in which each rank sends this many bytes to every other rank of its node."""
+    """Return how many seconds each rank takes to send this many bytes to every other rank of its node."""
     lanes = cluster.ranks_per_node
     return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
 

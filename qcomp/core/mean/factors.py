@@ -52,9 +52,9 @@ class Factors(NamedTuple):
     """How the left or the right factors of all matrices get to all ranks."""
 
     layout: Layout
-    """The layout of the packs, each of which is a vector: a chunk for each owner, and one for all without owners."""
+    """The layout of the packs, each a vector: one chunk for each owner, or one for all packs without owners."""
     packs: tuple[tuple[int, ...], ...]
-    """The factors in each pack. They have one owner; several only share a pack if compressed element by element."""
+    """The factors in each pack, all of one owner; only factors compressed element by element share a pack."""
     shapes: tuple[tuple[int, int], ...]
     """The rank and the length of the rows of each factor."""
 
@@ -70,7 +70,7 @@ class Factors(NamedTuple):
 
 
 class FactorPlan(NamedTuple):
-    """All facts about a mean of tensors of some shapes that do not depend on values, for one rank."""
+    """For one rank, all facts about a mean that depend on the shapes of its tensors but not on their values."""
 
     matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
@@ -207,7 +207,7 @@ def average(
         The error that kept this rank from computing the values; the first error so far is also returned.
     key : Key
     least : float
-        Magnitudes below are replaced by zero.
+        Smaller magnitudes are replaced by zero.
     finish : callable or None
         Applied to means; None leaves them as they are.
     server : callable
@@ -260,7 +260,7 @@ def serve(
 def _finished(
     factors: Factors, frame: Frame, means: Sequence[Array], finish: Finish | None
 ) -> list[tuple[int, Array]]:
-    """Return the mean of each pack of a frame, with its factors finished, and the number of the pack."""
+    """Return the number and the mean of each pack of a frame, with the pack's factors finished."""
     numbers = [segment.tensor for segment in frame.chunk]
     if finish is not None:
         split = [factors.split(number, pack) for number, pack in zip(numbers, means, strict=True)]

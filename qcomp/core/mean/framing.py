@@ -1,4 +1,4 @@
-"""Messages: how buffers share one, the frame of a chunk's payloads, and the ranks to blame for a refusal."""
+"""Messages: how buffers are joined, the frame of a chunk's payloads, and the ranks to blame for a refusal."""
 
 import struct
 from collections.abc import Collection, Sequence
@@ -101,7 +101,7 @@ class Frame:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each payload, of the longest one where the length varies, and of the verdict."""
+        """Bytes of each payload (the most, if its length varies) and of the verdict."""
         return (*(spec.nbytes for spec in self.specs), _VERDICT_BYTES)
 
     @cached_property
@@ -117,7 +117,7 @@ class Frame:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the message, of the longest one where the length varies."""
+        """Bytes of the message; the most, if its length varies."""
         return most_bytes(self.bounds) if self.variable_length else joined_size(self.sizes)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which ranks share a node: pure integers, and the exchange from which ranks learn it."""
+"""Which ranks share a node, as pure integers, and the exchange by which ranks learn this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ _LEFT, _RIGHT = 0, 2
 _LARGEST_ERROR = 1 / 6
 """The largest relative squared error of a factor, times the rank.
 
-Feedback could diverge from (sqrt(2) - 1)^2 on, which is a little more.
+Above (sqrt(2) - 1)^2, which is a little more, feedback could diverge.
 """
 
 
@@ -75,7 +75,7 @@ class PowerSGDMean(TensorwiseMean):
         Compresses the factors, one for all tensors or one for each: ``Cast("bfloat16")`` halves what is sent. It must
         lose little, see Notes.
     rank : int, default 1
-        Columns of a factor, at least 1. A matrix with fewer rows or columns has only that many.
+        Columns of a factor, at least 1. If a matrix has fewer rows or columns, its factors have only as many columns.
     min_compression : float, default 2
         At least 0. A tensor is averaged exactly unless its factors have fewer elements by more than this factor:
         ``rank * (n + m) * min_compression < n * m``. Vectors are always averaged exactly.
@@ -90,10 +90,10 @@ class PowerSGDMean(TensorwiseMean):
     Notes
     -----
     The first axes of a tensor are the n rows of its matrix, all others the m columns, cut where n + m is smallest:
-    after the first axis of a convolution kernel of torch, before the last of one of Flax. With N ranks, a rank
-    sends on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges, and 2 (N - 1) /
-    N * 4 bytes per element of the exact tensors, in the first two of them. Each factor has an owner among the ranks,
-    which averages it, makes P orthonormal, and sends it to all. Factors are dealt to owners by size. Two ranks need no
+    after the first axis of a torch convolution kernel, before the last axis of a Flax one. With N ranks, a rank sends
+    on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges, and 2 (N - 1) / N * 4
+    bytes per element of the exact tensors, in the first two of them. Each factor has an owner among the ranks, which
+    averages it, makes P orthonormal, and sends it to all. Factors are dealt to owners by size. Two ranks need no
     owners: they send each other all factors, as many bytes in two exchanges. Means and orthonormal factors have the
     same bits in every library, so ranks may have different hardware and libraries, and hold the same mean bit for bit.
     Each rank computes its contributions M_i Q and M_i^T P by the matrix product of its library. A column of Q that
@@ -101,11 +101,11 @@ class PowerSGDMean(TensorwiseMean):
     residuals, so gradients should be larger.
 
     Sum identity: the means of T steps add up to the sum of the exact means minus mean_i e_i after the last step,
-    whatever was lost on the way, also by compressed factors. Feedback is stable because P P^T is a projection, and with
-    compressed factors if it is close to one: the compressor must be a `Cast`, or its ``traits`` must promise that it
-    is lossless or has a relative squared error of at most 1 / (6 rank). A state holds e_i as ``worker``, and the
-    columns of Q one after the other as ``server``, which is the same on all ranks. Source: Vogels, Karimireddy and
-    Jaggi, NeurIPS 2019, algorithms 1 and 2.
+    whatever was lost on the way, also by compressed factors. Feedback is stable because P P^T is a projection; with
+    compressed factors it is stable if P P^T is close to a projection: the compressor must be a `Cast`, or its
+    ``traits`` must promise that it is lossless or has a relative squared error of at most 1 / (6 rank). A state holds
+    e_i as ``worker``, and the columns of Q one after the other as ``server``, which is the same on all ranks. Source:
+    Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 
     Examples
     --------
@@ -190,9 +190,9 @@ class PowerSGDMean(TensorwiseMean):
     def message_sizes(
         self, shapes: Sequence[tuple[int, ...]], size: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of the message to and from each owner, with left and with right factors; float32.
+        """Return the bytes of a message to or from each owner, for left and for right factors in float32.
 
-        Between two ranks there are no owners, and one message with all left factors, and one with all right ones.
+        Between two ranks there are no owners: one message has all left factors, and one has all right ones.
 
         Parameters
         ----------
@@ -434,7 +434,7 @@ def require_rank(rank: int, min_compression: float) -> None:
 def _require_faithful(compressor: Compressor, rank: int) -> None:
     """Raise ValueError if a compressor may lose so much of a factor that feedback would not be stable.
 
-    Compression makes P + E of P, which has orthonormal columns, with |E|^2 <= rank times the relative squared error.
+    Compression turns P, which has orthonormal columns, into P + E, with |E|^2 <= rank times the relative squared error.
     For feedback to be stable, I - (P + E)(P + E)^T must have a norm below 1, so |P + E| <= 1 + |E| must stay below
     sqrt(2).
     """

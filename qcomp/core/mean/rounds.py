@@ -14,7 +14,7 @@ from qcomp.core.primitives import empty_like
 __all__ = ["ROUND_BYTES", "Round", "count_rounds", "cut_rounds", "in_rounds", "lay_out_rounds"]
 
 ROUND_BYTES = 16 << 20
-"""The least bytes of values in a round: compressing so many takes much longer than starting an exchange."""
+"""The fewest bytes of values in a round: compressing these takes much longer than starting an exchange."""
 
 
 class _Place(NamedTuple):
@@ -57,7 +57,7 @@ def lay_out_rounds(topology: Topology, layout: Layout, count: int) -> tuple[Roun
 
 
 def _round(topology: Topology, whole: Layout, chunks: Chunks) -> Round:
-    """Return the round of these chunks of the whole tensors."""
+    """Return the round that averages these chunks of the whole tensors."""
     sent = [segment for chunk in chunks for segment in chunk]  # they are the tensors of the round
     numbers = iter(range(len(sent)))
     renumbered = tuple(tuple(Segment(next(numbers), 0, s.size, s.bucket) for s in chunk) for chunk in chunks)
@@ -171,7 +171,7 @@ def _parts(arrays: Sequence[Array], places: Sequence[_Place]) -> tuple[Array, ..
 
 
 class _Wholes:
-    """Arrays of which every round has parts, and the buffers that the new arrays are written to.
+    """Arrays that rounds hold parts of, and the buffers that the new arrays are written to.
 
     Parameters
     ----------

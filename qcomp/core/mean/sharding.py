@@ -62,7 +62,7 @@ class Sharding:
         return tuple(replica[shard] for replica in self.ranks)
 
     def sends(self, rank: int, owner: int) -> bool:
-        """Return whether a rank sends its shard to an owner: of equal shards, the owner's replica sends its own."""
+        """Return whether a rank sends its shard to an owner: if replicas are equal, only the owner's replica sends."""
         return not self.averaged or self.places[rank][0] == self.places[owner][0]
 
     def bounds(self, tensor: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ __all__ = ["Shards"]
 
 @dataclass(frozen=True)
 class Shards:
-    """Tensors of which every rank has a shard of the same size, with their compressors.
+    """Tensors and their compressors; each tensor is cut into one shard for each rank, all of the same size.
 
     All shards form one vector: rank after rank, and for each rank its shard of every tensor.
 
@@ -58,15 +58,14 @@ class Shards:
         values : array, shape (world * size,)
             This rank's values of all shards.
         residual : array or None, shape (world * size,)
-            The residual from the last call, at first zeros, in float64 for float64 and in float32 otherwise; None
-            without feedback.
+            The residual from the last call, at first zeros, in the compute dtype of ``values``; None without feedback.
         key : Key
             Seed, step, tensor and hop; the rank is filled in.
 
         Returns
         -------
         mean : array, shape (size,)
-            In float64 for float64 and in float32 otherwise.
+            In the compute dtype of ``values``.
         residual : array or None
             A new array; the old one is not written to.
 
@@ -77,8 +76,8 @@ class Shards:
 
         Notes
         -----
-        With b bytes in the payload of all shards a rank of N sends (N - 1) / N * b. Sum identity: the means of T steps
-        add up to the sum of the exact means minus mean_i e_i, the residuals after the last step.
+        With b bytes in the payload of all shards, each of N ranks sends (N - 1) / N * b bytes. Sum identity: the means
+        of T steps add up to the sum of the exact means minus mean_i e_i, the residuals after the last step.
         """
         result: tuple[Array, Array | None] = yield from self._announced(
             self._scatter_mean(to_compute_dtype(values), residual, key._replace(rank=self.rank))
@@ -95,7 +94,7 @@ class Shards:
         key : Key
             As for `scatter_mean`.
         into : array, shape (world * size,), optional
-            A buffer for the result in the dtype in which ``own`` is computed; a part of it may be ``own``.
+            A buffer for the result, in the compute dtype of ``own``; ``own`` may be a part of it.
 
         Returns
         -------
@@ -113,14 +112,14 @@ class Shards:
         return result
 
     def gather_changes(self, own: Array, reference: Array, key: Key) -> Stages[Array]:
-        """Return the shards of all ranks as a reference plus the decoded changes since, which loses less.
+        """Return the shards of all ranks as a reference plus the decoded changes since; loses less than `gather`.
 
         Parameters
         ----------
         own : array, shape (size,)
             This rank's shards.
         reference : array, shape (world * size,)
-            The result of the last call, the same on all ranks; in float64 for float64 and in float32 otherwise.
+            The result of the last call, the same on all ranks; in the compute dtype of ``own``.
         key : Key
             As for `scatter_mean`.
 

@@ -13,7 +13,7 @@ from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 __all__ = ["SMALL", "alone"]
 
 SMALL = 1 << 14
-"""Elements of a tensor for which a call takes longer than two more copies."""
+"""Tensors with fewer elements on average are joined: a call takes longer than two more copies."""
 
 
 def alone(

@@ -48,14 +48,14 @@ _SAME_STEPS = (
 )
 _DIGEST_BYTES = 8
 _NAMED = 3
-"""How many names of parameters an error has."""
+"""How many names of parameters an error lists."""
 
 
 _numbers: "WeakKeyDictionary[Transport, itertools.count[int]]" = WeakKeyDictionary()
 
 
 class StartNumber(int):
-    """The number of what was started over a communicator; all are equal, so that states that differ in it alone are."""
+    """The number of what was started over a communicator; all compare equal, so that states ignore it when compared."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, int)
@@ -65,23 +65,23 @@ class StartNumber(int):
 
 
 class Owner(NamedTuple):
-    """Whose exchange it is; a communicator refuses to exchange for different owners.
+    """The owner of an exchange; a communicator refuses to exchange for different owners.
 
     Two ranks that step two optimizers in different orders would otherwise average gradients of different models.
     """
 
     kind: str
-    """Such as "OneBitAdam"."""
+    """The kind of owner, such as "OneBitAdam"."""
     number: int
     """Number of the owner among all that were started over the same communicator; 0 if it is not known."""
     names: tuple[str, ...]
     """The names of its parameters."""
     stream: int
-    """A digest of their names and shapes."""
+    """A digest of the parameters' names and shapes."""
     doing: str
-    """What it does, such as "step 5 (warmup)"."""
+    """What the owner does, such as "step 5 (warmup)"."""
     advice: str = _SAME_STEPS
-    """What an error says to do about ranks that do something else."""
+    """What an error advises if other ranks do something else."""
 
     @property
     def digest(self) -> int:
@@ -104,7 +104,7 @@ class AllToAll(NamedTuple):
     later: bool = False
     """Whether the computation starts more exchanges before it reads what arrives; see `pipeline`."""
     owner: Owner | None = None
-    """Whose exchange it is, if it must be told from others; see `owned`."""
+    """The owner of the exchange, if it must be told from others; see `owned`."""
 
 
 class AllGather(NamedTuple):
@@ -193,8 +193,8 @@ class Arriving(Sequence[Array]):
 def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     """Run a computation in stages to its end over a communicator and return its result.
 
-    An exchange with ``later`` is only started, if the communicator has a ``start``. Every other exchange completes
-    before the computation continues.
+    If the communicator has a ``start``, an exchange with ``later`` is started, but not waited for here. Every other
+    exchange completes before the computation continues.
     """
     arrived: Sequence[Array] | None = None
     under_way: list[Arriving] = []
@@ -222,7 +222,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 
 
 def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
-    """Return what arrives in an exchange over a communicator, whose owner all ranks compare."""
+    """Make an exchange over a communicator, whose ranks compare its owner, and return what arrives."""
     if request.later and hasattr(comm, "start"):
         return begun(request, comm)
     arrived: Sequence[Array]
@@ -240,7 +240,7 @@ def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
 
 
 def begun(request: Exchange, comm: Any) -> Arriving:
-    """Start an exchange over a communicator that has ``start``, and whose owner all ranks compare."""
+    """Start an exchange over a communicator that has ``start`` and whose ranks compare its owner."""
     if _compares(request, comm):
         return Arriving(comm.start(request))
     return Arriving(_Compared(comm.start(_with_digests(request)), request, comm.rank))
@@ -293,7 +293,7 @@ def told(owner: Owner | None) -> str:
 
 
 def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at the same time") -> str:
-    """Return the error's text if ranks exchange for different owners, from what each has `told`, and this rank's."""
+    """Return the error text for ranks that exchange for different owners, from the text that each has `told`."""
     ranks_of = defaultdict(list)
     for rank, owner in sorted(texts.items()):
         ranks_of[owner].append(rank)
@@ -325,7 +325,7 @@ def through(
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
     """Run a computation in stages, and give each of its exchanges an owner, unless it has one.
 
-    `through` would do it, with another generator for each exchange of every step.
+    `through` could do this, but would need another generator for each exchange of every step.
     """
     arrived: Sequence[Array] | None = None
     while True:
@@ -341,7 +341,7 @@ def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
 
 
 def number_of(comm: Transport) -> "StartNumber":
-    """Return 1, 2, 3 and so on for what starts over a communicator, for its `Owner`; call it once, on all ranks."""
+    """Return the next number, from 1, for the `Owner` of what starts over a communicator; all ranks call it once."""
     try:
         count = _numbers.setdefault(comm, itertools.count(1))
     except TypeError:  # another package's communicator need not be hashable
@@ -350,7 +350,7 @@ def number_of(comm: Transport) -> "StartNumber":
 
 
 def place_in(comm: Transport) -> dict[str, Any]:
-    """Return what stages need that start over a communicator: rank, size, host and a new number; see `number_of`."""
+    """Return what stages need to start over a communicator: rank, size, host and a new number; see `number_of`."""
     require_communicator(comm)
     host = getattr(comm, "host", None)
     return {"rank": comm.rank, "size": comm.size, "host": host, "number": number_of(comm)}
@@ -451,8 +451,8 @@ def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
     Raises
     ------
     PayloadError
-        On every rank alike, if any message is longer than its receiver allows. The message has then not been received,
-        no memory was allocated for it, and no rank blocks.
+        On every rank alike, if any message is longer than its receiver allows. The message is not received in that
+        case, no memory is allocated for it, and no rank blocks.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""What a rank keeps between two compressed means, and whether it is the state of the mean that it is given to."""
+"""The state of a rank between two compressed means, and the checks that a mean can use it."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class MeanState(NamedTuple):
 
 
 def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -> None:
-    """Raise ValueError unless a state has a topology, and as many elements as these tensors."""
+    """Raise ValueError unless a state is for this topology, and for tensors of these sizes."""
     if state.topology != topology:
         raise ValueError(f"state has topology {state.topology!r}; this mean has {topology!r}")
     shapes = list(map(_SHAPE, tensors))
@@ -61,7 +61,7 @@ def require_own_residuals(state: MeanState, layout: Layout, vectors: Sequence[Ar
     layout : Layout
         Gives the shape of each residual, and its tensor.
     vectors : sequence of arrays
-        The tensors, in the dtypes in which they are computed.
+        The tensors, in their compute dtypes.
     """
     kinds = ("worker", state.worker), ("server", state.server)
     for (kind, residuals), (expected, tensors) in zip(kinds, layout.residual_shapes, strict=True):

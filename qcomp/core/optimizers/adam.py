@@ -83,7 +83,7 @@ class Adam(Optimizer):
 
     @classmethod
     def within(cls, optimizer: Optimizer) -> Self:
-        """Return the optimizer of this class that makes another's exact steps, with that one's settings.
+        """Return an optimizer of this class with the settings of another, whose exact steps it makes.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class Adam(Optimizer):
         state : OptimizerState
             The state of the last step.
         of_momenta : bool
-            Whether the values are momenta, in which a gradient has the weight 1 - b1, and so has its decay.
+            Whether the values are momenta, in which gradients, and so weight decay, have the weight 1 - b1.
         """
         if self.decoupled_weight_decay:
             return tuple(values)

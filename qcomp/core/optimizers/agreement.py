@@ -1,4 +1,4 @@
-"""Checks that the ranks of an optimizer agree before the first step, and that their gradients in it differ."""
+"""Checks that the ranks of an optimizer agree before its first step, and that their gradients differ in that step."""
 
 import hashlib
 import json
@@ -59,9 +59,9 @@ _SAMPLE = 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
 _UNTOLD = {"rounding": "nearest"}
-"""Settings that are younger than saved states, with the values that these were made with; only others are told."""
+"""Newer settings, with the values that older saved states were made with; only other values are recorded."""
 _EXACT_STAGES = {"warmup", "rewarm"}
-"""The stages that begin or end a time in which the ranks share everything."""
+"""The stages with exact steps; when one begins or ends, the ranks compare their states."""
 
 
 def settings_of(replica: Any) -> dict[str, str]:
@@ -79,12 +79,12 @@ def settings_of(replica: Any) -> dict[str, str]:
 
 
 def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
-    """Return each parameter's name, and its shape with a digest of its elements, which no library changes."""
+    """Return each parameter's name, and its shape with a digest of its elements that is equal in all libraries."""
     return [(name, f"shape {tuple(p.shape)}: {digest(p)}") for name, p in zip(names, params, strict=True)]
 
 
 def explain_values(held: Sequence[Any]) -> str | None:
-    """Say which parameter is the first to differ between the ranks, from the `digests` of each."""
+    """Say which parameter is the first to differ between the ranks, from each rank's `digests`."""
     if len({len(of_rank) for of_rank in held}) > 1:
         return None  # their parameters differ, which another message reports
     for of_ranks in zip(*held, strict=True):
@@ -134,7 +134,7 @@ def compare_states(replica: Described, state: OptimizerState, like: Array, when:
     replica : Replica
         What the state belongs to.
     state : OptimizerState
-        This rank's.
+        This rank's state.
     like : array
         Gives the library and the device of the buffers.
     when : str
@@ -142,7 +142,8 @@ def compare_states(replica: Described, state: OptimizerState, like: Array, when:
 
     Notes
     -----
-    Reads all these arrays on the host, and sends 8 bytes to all others; if these differ, a digest of each array.
+    Reads all these arrays on the host. Sends 8 bytes to every other rank and, if those bytes differ, a digest of each
+    array.
     """
     if state.size == 1:
         return
@@ -191,7 +192,7 @@ def compare_gradients(
     who: str,
     what: str = "gradients in the first step",
 ) -> Stages[None]:
-    """Warn on every rank if all have the same gradients; sends 4 bytes to all others.
+    """Warn on every rank if all ranks have the same gradients; sends 4 bytes to every other rank.
 
     Parameters
     ----------
@@ -216,7 +217,7 @@ def compare_gradients(
 
 
 def same_gradients(gradients: Sequence[Array | None], size: int, like: Array) -> Stages[bool]:
-    """Return whether all of several ranks have the same nonzero gradients; sends 4 bytes to all others.
+    """Return whether several ranks all have the same nonzero gradients; sends 4 bytes to every other rank.
 
     Compares the `first_elements` only. The parameters are those of `compare_gradients`.
     """
@@ -255,4 +256,4 @@ def _describe(value: object) -> str:
         return str(value.__qualname__)
     if type(value).__repr__ is object.__repr__:
         return type(value).__qualname__
-    return _ADDRESS.sub("", repr(value))  # such as that of a function in a functools.partial
+    return _ADDRESS.sub("", repr(value))  # such as the address of a function in a functools.partial

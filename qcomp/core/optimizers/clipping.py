@@ -17,12 +17,12 @@ def clip_scale(
 ) -> Stages[float]:
     """Return the factor that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm, the same on all ranks.
 
-    With ``replicas``, the ranks have shards of this many gradients, over which the mean is taken.
+    With ``replicas``, each rank holds a shard of one of so many replicas' gradients, and the mean is over replicas.
 
     Raises
     ------
     NonFiniteError
-        On every rank, if the norm is not finite on any.
+        On every rank, if the norm of any rank's gradients is not finite.
     """
     xp = array_namespace(grads[0])
     square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)

@@ -36,7 +36,7 @@ class AveragePart(NamedTuple):
     `Average.own` is set."""
     state: MeanState
     terms: Terms = Terms()
-    """The key, the blends and the whiteners; the rest is for `Average` to say."""
+    """The key, the blends and the whiteners; `Average` sets the other options."""
 
 
 class Means(NamedTuple):
@@ -94,7 +94,7 @@ class Average(NamedTuple):
 
 
 def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[list[Averaged]]]:
-    """Return the results of the rounds of several means, whose first rounds share messages, and so on."""
+    """Run the rounds of several means: the first rounds share messages, then the second ones, and so on."""
     if len(rounds) == 1:
         return [(yield from pipeline(rounds[0]))]
     fused = [fuse([each for each in of_index if each]) for of_index in zip_longest(*rounds)]
@@ -113,8 +113,8 @@ class Compressing:
     exact : callable or None
         Policy that selects the tensors that stay exact; None compresses everything.
     compressors : callable or None
-        Policy that returns a compressor for each tensor, or None for a tensor that stays exact; None uses that of
-        ``mean`` for all.
+        Policy that returns a compressor for each tensor, or None for a tensor that stays exact; None uses the
+        compressor of ``mean`` for all.
     unbiased : bool
         Whether compressors must be unbiased.
     plain : CompressedMean
@@ -204,7 +204,7 @@ class Compressing:
         return self.in_topology(topology, on_nodes, params)
 
     def in_topology(self, topology: str, state: OptimizerState, params: Sequence[Array]) -> OptimizerState:
-        """Return a first state in a topology, with the residuals that a rank keeps there."""
+        """Return a first state in a topology, with the residuals that a rank keeps in this topology."""
         if topology not in topology_names():
             raise ValueError(
                 f"the state has topology {shown(topology)}; expected one that this release knows"
@@ -254,7 +254,7 @@ class Compressing:
         state: OptimizerState,
         blends: Sequence[Blend] = (),
     ) -> AveragePart:
-        """Return a part that averages these tensors exactly, with the stages of the compressed mean."""
+        """Return a part that averages these tensors exactly, after a warm-up in the topology of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = self.plain.topology if state.stage == "warmup" else self.mean_of(state).topology
         return AveragePart(self.plain.within(topology), tensors, values, nothing, Terms(blends=blends))
@@ -274,7 +274,7 @@ def _numbers_of(exact: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
-    """Return what a policy chose as a tuple; an empty one if it has no order."""
+    """Return a policy's choices as a tuple, which is empty if they have no order."""
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, Mapping | Set) else ()
 
 

@@ -105,7 +105,7 @@ class EF21SGD(Optimizer):
         return (EF21Mean.kinds[0], _SMOOTHED)
 
     def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:
-        """Return the moving averages of the gradients, if it has any."""
+        """Return the moving averages of the gradients, if the state has any."""
         return state.arrays.get(_SMOOTHED, ())
 
     def initial_state(
@@ -118,7 +118,7 @@ class EF21SGD(Optimizer):
         return self.compression.begin(state, params, type(self).__name__)
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
-        """Ask for the tracked mean of the moving averages, after this step's gradients."""
+        """Ask for the tracked mean of the moving averages, which include this step's gradients."""
         gradients = as_tensors(grads, "grads")
         if self.eta == 1 or not state.step:
             averages = [to_compute_dtype(g) * scale for g in gradients]

@@ -55,9 +55,9 @@ class Lamb(Adam):
     Notes
     -----
     d = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay x, and for each tensor x' = x - rate c d with the
-    trust ratio c = |x|_2 / |d|_2 within its bounds, and 1 if either norm is 0. ``state.numbers["trust.NAME"]`` holds
-    it. The norms are sums in a fixed order, so all ranks make the same step. Sends as much as `Adam`. Source: You et
-    al., ICLR 2020, algorithm 2; the bounds come from 1-bit LAMB (Li et al., 2021).
+    trust ratio c = |x|_2 / |d|_2 within its bounds, and 1 if either norm is 0. ``state.numbers["trust.NAME"]`` holds c.
+    The norms are sums in a fixed order, so all ranks make the same step. Sends as much as `Adam`. Source: You et al.,
+    ICLR 2020, algorithm 2; the bounds come from 1-bit LAMB (Li et al., 2021).
 
     Examples
     --------

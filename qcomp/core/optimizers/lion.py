@@ -39,8 +39,8 @@ class Lion(Optimizer):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `Optimizer`.
     betas : tuple of two floats, default (0.9, 0.99)
-        Weight of the momentum in the direction, and its decay rate, each from 0 to below 1. (0, b) steps along the sign
-        of the mean gradient alone.
+        Weight b1 of the momentum in the direction, and decay rate b2 of the momentum, each from 0 to below 1. If b1 is
+        0, steps follow the sign of the mean gradient.
 
     Notes
     -----

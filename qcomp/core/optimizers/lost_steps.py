@@ -33,18 +33,18 @@ def samples(params: Sequence[Array], *, stochastic: bool = False) -> dict[int, A
 def warn_of_lost_steps(
     before: Mapping[int, Array], params: Sequence[Array], means: Sequence[Array], state: OptimizerState
 ) -> None:
-    """Warn of the parameters of which a step has changed less than half of the elements that have a mean gradient.
+    """Warn of parameters if a step changed less than half of their elements with a nonzero mean gradient.
 
     Parameters
     ----------
     before : mapping of int to array
         What `samples` returned before the step.
     params : sequence of arrays
-        The parameters after it.
+        The parameters after the step.
     means : sequence of arrays
-        The averages with which it was made; tensors whose averages have other shapes are left out.
+        The means that the step used; tensors whose means have other shapes are left out.
     state : OptimizerState
-        The state before it.
+        The state before the step.
     """
     lost = []
     for i, old in before.items():

@@ -53,7 +53,7 @@ def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
 
 
 def without_groups(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state whose record does not name the groups, for callers that save and load these beside it."""
+    """Return a state whose record leaves out the groups, for callers that save and load the groups separately."""
     if MAKER not in saved:
         return dict(saved)
     record = _read(read(saved, MAKER, Text()))

@@ -1,4 +1,4 @@
-"""Which matrices each tensor of Muon holds, and which tensors hold none: by shape, by name, and by what users say."""
+"""Decides which matrices each tensor of Muon holds, if any: by its shape, its name, and what users say."""
 
 import math
 import re
@@ -15,12 +15,12 @@ from qcomp.core.reporting import warn_caller
 __all__ = ["Form", "Splits", "as_splits", "blocks_of", "forms_of", "require_forms", "warn_of_doubts"]
 
 Parts = int | tuple[int, ...]
-"""How many equal parts a matrix has along its outputs, or their sizes."""
+"""The parts of a matrix along its outputs: how many equal ones, or their sizes."""
 Splits = tuple[tuple[str, Parts], ...]
 """Patterns of names, with the parts of the matrices that match."""
 
 _KERNEL = 16
-"""The longest axis that is taken for one of a convolution's kernel; a stack of matrices rarely has shorter rows."""
+"""The longest axis that is taken for a kernel axis of a convolution; a stack of matrices rarely has shorter rows."""
 _OUTSIDE = re.compile(r"embed|(^|[./])(emb|wte|wpe|(lm_)?head|classifier)([./]|$)", re.IGNORECASE)
 """Names of embeddings and output heads in the models of most libraries."""
 _FUSED = re.compile(
@@ -40,7 +40,7 @@ class Form(NamedTuple):
     stacked: bool = False
     """Whether each slice along the first axis is a matrix of its own."""
     parts: Parts = 1
-    """Along the outputs of each matrix."""
+    """The parts of each matrix along its outputs."""
 
     def slice_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a slice, or of the tensor if it is no stack."""
@@ -72,7 +72,7 @@ class Form(NamedTuple):
 
 
 def as_splits(splits: Any) -> Splits:
-    """Return the setting ``splits`` as pairs; raise TypeError or ValueError unless it is one."""
+    """Return the setting ``splits`` as pairs; raise TypeError or ValueError if it is malformed."""
     expected = "expected a mapping of patterns to a number of parts or their sizes, such as {'*qkv*': 3}"
     if isinstance(splits, Mapping):
         splits = tuple(splits.items())
@@ -152,7 +152,7 @@ def require_forms(
 def warn_of_doubts(
     matrices: Sequence[Tensor], forms: Sequence[Form], splits: Splits, *, guess_outside: bool
 ) -> None:
-    """Warn of tensors that may be no matrices, or several, by their shapes or names, and that no setting explains."""
+    """Warn of tensors whose shapes or names suggest no matrix, or several, unless a setting explains them."""
     pairs = list(zip(matrices, forms, strict=True))
     explained = {t.name for t in matrices if any(fnmatchcase(t.name, pattern) for pattern, _ in splits)}
     unexplained = [(t, form) for t, form in pairs if t.name not in explained]

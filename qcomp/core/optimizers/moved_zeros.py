@@ -1,4 +1,4 @@
-"""A look at the first compressed step: whether elements move whose gradients are 0 on all ranks."""
+"""Checks in the first compressed step whether elements move whose gradients are 0 on all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ __all__ = ["Looked", "keeps_zeros", "look_at", "moved_zeros", "warn_of_moved_zer
 _SAMPLE = 4096
 """About how many elements of each tensor are looked at, beside all slices along the first and the last axis."""
 _SLICE = 8
-"""The least elements of a slice: shorter ones are often 0 by chance in a small batch."""
+"""The fewest elements of a slice: shorter ones are often 0 by chance in a small batch."""
 _SHARE = 1 / 8
-"""The share of zeros in the sample that is taken for more than chance, such as weights that are pruned."""
+"""Up to this share of a sample, gradients may be 0 by chance; above it, they may belong to pruned weights."""
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Looked(NamedTuple):
-    """What is not 0 in a tensor, one bit each: slices along the first axis, along the last axis, a sample."""
+    """Bits of what is not 0 in a tensor: slices along the first axis, slices along the last axis, sampled elements."""
 
     counts: tuple[int, int, int]
     bits: int
@@ -66,12 +66,12 @@ def _look_at(x: Array, *, sample: bool) -> Looked:
 def moved_zeros(
     gradients: Sequence[Looked], means: Sequence[Looked], state: OptimizerState, like: Array
 ) -> Stages[list[str]]:
-    """Return in words which tensors moved where the gradients of all ranks are 0; sends a bit for each bit.
+    """Return in words which tensors moved where the gradients of all ranks are 0; each rank sends its bits.
 
     Parameters
     ----------
     gradients, means : sequence of Looked
-        What is not 0 in this rank's gradients, and in what the ranks have agreed on.
+        What is not 0 in this rank's gradients, and in the means over the ranks.
     state : OptimizerState
         Gives the number of ranks, and the names.
     like : array

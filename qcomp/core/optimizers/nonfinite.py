@@ -1,4 +1,4 @@
-"""The exchange of the names of gradients that are not finite, after a step was refused."""
+"""Names the gradients that are not finite after a refused step, by an exchange between the ranks."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def name_gradients(
     *,
     what: str = "gradient",
 ) -> Stages[NonFiniteError]:
-    """Return an error that names the gradients and ranks that caused ``error``, which all ranks have.
+    """Return, on all ranks, an error that names the gradients and ranks that caused ``error``.
 
     Sends 8 bytes and a few names to every other rank.
 
@@ -39,7 +39,7 @@ def name_gradients(
     what : str
         What the error calls the gradients.
     """
-    # First what cannot even be sent exactly: other large values may have been sent so.
+    # First the gradients that not even an exact exchange accepts: other large ones may have been sent exactly.
     own = [_refused(grads, names, exact=exact) for exact in (True, False)]
     texts = yield from gather_texts(
         json.dumps([[bad[:_NAMED], len(bad)] for bad in own]), state.size, grads[0]
@@ -55,7 +55,7 @@ def name_gradients(
 
 
 def _refused(grads: Sequence[Array], names: Sequence[str], *, exact: bool) -> list[str]:
-    """Return the names of gradients that cannot be sent, exactly or at all."""
+    """Return the names of gradients that are too large to be sent exactly, or to be compressed."""
     values = map(to_compute_dtype, grads)
     return [
         name

@@ -1,15 +1,15 @@
-"""1-bit Adam, the base of all optimizers that freeze Adam's variance and compress its momentum.
+"""1-bit Adam, the base of 1-bit LAMB and QAdam: Adam with a frozen variance and a compressed momentum.
 
-- Stage "warmup": `Adam` on the exact mean gradient, until the freeze rule has seen enough. Residuals start at zero.
-- Stage "compressed": every rank adds its own gradient to the common momentum of the last step, and the compressed
-  mean of the results is the new common momentum. Coupled weight decay is added to it exactly, with the weight 1 - b1
-  that it has as a part of the gradient. Where a step measures the variance again, and for late tensors, gradients are
-  averaged exactly, in the same messages.
-- Stage "rewarm": Adam again, with the variance as it was frozen, without another bias correction.
+- Stage "warmup": `Adam` on the exact mean gradient, until the freeze rule has seen enough.
+- Stage "compressed": every rank adds its own gradient to the common momentum of the last step, and the compressed mean
+  of the results is the new common momentum. Residuals start at zero. Coupled weight decay is added to the new momentum
+  exactly, with a gradient's weight 1 - b1. Steps that measure the variance again average gradients exactly. So do all
+  steps for late tensors, in the same messages.
+- Stage "rewarm": Adam again, from the frozen variance on, which is not bias-corrected a second time.
 
 The momentum of exact tensors is averaged exactly; their variance is frozen too. Elements whose frozen variance is zero,
-because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a gradient
-receive the rest of their momentum and then the corrections of feedback, so their total displacement stays bounded.
+because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a gradient move
+by the rest of their momentum and then by the corrections of feedback, so their total displacement stays bounded.
 
 See `qcomp.core.variance.policy` for what happens to the variance.
 """
@@ -105,9 +105,9 @@ class OneBitAdam(Optimizer):
     -----
     In the compressed stage with N ranks, worker i: p_i = b1 m + (1 - b1) g_i + e_i, sends C(p_i), e_i' = p_i - C(p_i);
     server: q = mean_i C(p_i) + e_s, sends m' = C(q), e_s' = q - m'; all: x' = x - rate m' / (sqrt(v) + eps). With E =
-    mean_i e_i + e_s, every step m' + E' = b1 m + (1 - b1) mean_i g_i + E. Sends 2 (N - 1) / N times 1 bit per parameter
-    and 32 bits per bucket. Source: Tang et al., ICML 2021, algorithm 1, with bias correction, which is frozen for the
-    variance.
+    mean_i e_i + e_s, in every step m' + E' = b1 m + (1 - b1) mean_i g_i + E. Sends 2 (N - 1) / N times 1 bit per
+    parameter and 32 bits per bucket. Source: Tang et al., ICML 2021, algorithm 1, with bias correction, which is frozen
+    for the variance.
 
     Examples
     --------
@@ -168,11 +168,11 @@ class OneBitAdam(Optimizer):
         return self._policy.begun(state._replace(stage=stage, exchange=residuals))
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return the limits of the numbers of the variance."""
+        """Return the limits of the state's numbers that belong to the variance."""
         return self._policy.limits(state)
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
-        """Return a saved state with the entries of this watch and of ``variance_steps``."""
+        """Return a saved state with entries that fit this ``watch`` and ``variance_steps``."""
         if saved["stage"] not in self._policy.stages:
             return saved
         return self._policy.adopt(saved, self.enter(fresh._replace(step=saved["step"]), saved["stage"]))
@@ -185,7 +185,7 @@ class OneBitAdam(Optimizer):
         gradients = as_tensors(grads, "grads")
         values, momenta = list(gradients), list(state.momentum)
         beside: list[list[Array]] = []
-        if EXACT_STEPS in state.numbers:  # in the whole model, of which this may be a part
+        if EXACT_STEPS in state.numbers:  # some tensor of the model is late, perhaps none of these
             late = late_tensors(state)
             values, momenta = (_with_zeros(xs, late) for xs in (values, momenta))
             own = [g if i in late else flat(g)[:0] for i, g in enumerate(gradients)]
@@ -251,7 +251,7 @@ class OneBitAdam(Optimizer):
     def _exact_step(
         self, params: Any, means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Make an exact step, of the warm-up or of a re-warm, whose variance is corrected already."""
+        """Make an exact step of the warm-up, or of a re-warm, in which the variance is bias-corrected already."""
         corrections = bias_corrections(self.adam.betas_of(state), 1, own_counts(state, state.step + 1))
         if state.stage == "rewarm":
             late = late_tensors(state)

@@ -1,4 +1,4 @@
-"""1-bit LAMB."""
+"""1-bit LAMB: LAMB with a frozen variance and a compressed momentum."""
 
 import math
 from collections.abc import Sequence
@@ -76,8 +76,9 @@ class OneBitLamb(OneBitAdam):
         elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : None, default None
-        Must be None: the average of the trust ratios fits only the variance of the freeze. The compressed means show
-        how much the variance has changed since, see ``factor_bounds``; a re-warm of the ``watch`` measures both again.
+        Must be None: the average of the trust ratios fits only the frozen variance. The compressed means show how much
+        the variance has changed since, see ``factor_bounds``; a re-warm by the ``watch`` measures the variance and that
+        average again.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -92,8 +93,8 @@ class OneBitLamb(OneBitAdam):
     -----
     Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c that
     are not exactly 1; a starts with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
-    compressed tensor is multiplied by a scale before compression, and divided by it afterwards. The scale is the mean
-    of |m|_2 / sqrt(size) over the compressed tensors divided by the tensor's own, both as at the freeze. The mean
+    compressed tensor is multiplied by a scale before compression, and divided by it afterwards. The scale is fixed at
+    the freeze: the mean of |m|_2 / sqrt(size) over the compressed tensors, divided by the tensor's own value. The mean
     gradient is reconstructed from the new momentum, g = (m' - b1 m) / (1 - b1), and updates a second variance f' = b2 f
     + (1 - b2) g^2, which starts as the frozen v. The trust ratio is a times the factor max_j (sqrt(v_j) + eps) /
     (sqrt(f_j) + eps), clamped to ``factor_bounds`` and to a relative change of ``factor_change`` from the last factor,
@@ -151,7 +152,7 @@ class OneBitLamb(OneBitAdam):
         return state if stage == "warmup" else self._frozen(state)
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
-        """Return the state of `OneBitAdam`, whose fresh variances begin as those that were frozen now."""
+        """Return the state of `OneBitAdam`; a fresh variance begins as the variance that was frozen in this step."""
         new = super().advance(state, before)
         if new is state or before.stage == "warmup":
             return new
@@ -229,7 +230,7 @@ class OneBitLamb(OneBitAdam):
         )
 
     def _averages(self, state: OptimizerState) -> dict[str, float]:
-        """Return the averages of the trust ratios, with those of the last step."""
+        """Return the averages of the trust ratios, including the ratios of the last step."""
         averages = {}
         for name in state.names:
             trust, average = state.numbers[trust_key(name)], state.numbers[f"average.{name}"]

@@ -1,4 +1,4 @@
-"""Counts of each tensor's own steps: a tensor does not count a step in which no rank has a gradient of it."""
+"""Counts of each tensor's own steps, in which at least one rank has a gradient for the tensor."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 _MISSED = "missed_"
-"""Prefix of the numbers that say by how much a tensor's own count is lower; ``missed_steps.NAME`` for steps. Tensors
-that have missed nothing have no such number."""
+"""Prefix of the numbers that say how many counts a tensor has missed, such as ``missed_steps.NAME``. A tensor that has
+missed nothing has no such number."""
 
 _OF_SOME = (f"{_MISSED}steps", f"{_MISSED}updates", EXACT_STEPS)
 """The kinds of numbers that only some tensors have."""
 
 
 def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[int]:
-    """Return each tensor's own count: what all tensors together have counted, less what the tensor has missed.
+    """Return each tensor's own count: the common ``count``, less what the tensor has missed.
 
     ``of`` says what is counted: "steps", or another key of `Optimizer.counts`.
     """
@@ -40,7 +40,7 @@ def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[i
 
 
 def with_own_counts(state: OptimizerState, counts: Sequence[int]) -> OptimizerState:
-    """Return a first state as it is after steps, of which each tensor has counted some; all of them the largest."""
+    """Return a first state as if each tensor had counted so many steps; ``step`` becomes the largest count."""
     step = max(counts, default=0)
     missed = {
         f"{_MISSED}steps.{name}": float(step - n)
@@ -51,7 +51,7 @@ def with_own_counts(state: OptimizerState, counts: Sequence[int]) -> OptimizerSt
 
 
 def as_updates(state: OptimizerState) -> dict[str, float]:
-    """Return what tensors have missed of the updates of their variance, if each of their steps was one."""
+    """Return how many variance updates tensors have missed, if every step updates the variance."""
     steps, updates = f"{_MISSED}steps.", f"{_MISSED}updates."
     return {updates + k.removeprefix(steps): x for k, x in state.numbers.items() if k.startswith(steps)}
 
@@ -65,7 +65,7 @@ def without(
     """
 
     def kept(before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
-        # A momentum of 0 that starts or stops leaves no momenta on one side.
+        # If the momentum setting has become 0, or was 0, one of the two states holds no momenta.
         pairs = enumerate(zip(before or zeros_like(after), after, strict=True)) if after else ()
         return tuple(x if number in left_out else now for number, (x, now) in pairs)
 
@@ -110,12 +110,12 @@ def without(
 
 
 def with_numbers_of(saved: Mapping[str, Any], state: OptimizerState) -> OptimizerState:
-    """Return a state that also has the numbers which only some tensors have, where a saved state has them."""
+    """Return a state plus those numbers of a saved state that only some tensors have."""
     keys = [EXACT_STEPS, *(f"{kind}.{name}" for kind in _OF_SOME for name in state.names)]
     return state._replace(numbers={**state.numbers, **{key: 1.0 for key in keys if NUMBER + key in saved}})
 
 
 def limits_of_own(state: OptimizerState) -> dict[str, Number]:
-    """Return the limits of the numbers that only some tensors have in a state: they count steps until now."""
+    """Return the limits of the numbers that only some tensors have in a state: 1 to the steps so far."""
     until_now = Number(least=1, most=state.step, whole=True)
     return {key: until_now for key in state.numbers if key.partition(".")[0] in _OF_SOME}

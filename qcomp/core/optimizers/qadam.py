@@ -76,11 +76,11 @@ class QAdam(OneBitAdam):
     Notes
     -----
     It has the same state machine as `OneBitAdam`, with another compressor. In the compressed stage it sends 2 (N - 1) /
-    N times 8 bits per parameter and 64 bits per bucket. If hierarchical, the ranks of a node together send that much to
-    the other nodes, with the number of nodes for N, and 32 bits per parameter stay inside the node; see
-    `CompressedMean`. On one node nothing is compressed. The exact mean of the warm-up is the same in both cases.
-    Source: Bagua's documentation. Unlike Bagua, it freezes the bias correction with the variance (otherwise steps grow
-    up to 3.2 times) and applies weight decay in all stages.
+    N times 8 bits per parameter and 64 bits per bucket. In the topology "hierarchical", the ranks of a node together
+    send that much to the other nodes, with the number of nodes for N, and 32 bits per parameter stay inside the node;
+    see `CompressedMean`. On one node nothing is compressed. The exact mean of the warm-up is the same in every
+    topology. Source: Bagua's documentation. Unlike Bagua, it freezes the bias correction with the variance (otherwise
+    steps grow up to 3.2 times) and applies weight decay in all stages.
 
     Examples
     --------

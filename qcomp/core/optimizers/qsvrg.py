@@ -127,7 +127,7 @@ class QSVRG(Optimizer):
         return self.compression.choose(state, params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return a state as it is when a stage begins: "start" before the first epoch, "epoch" from there on."""
+        """Return a state at the beginning of a stage: "start" before the first epoch, "epoch" from then on."""
         if stage not in ("start", "epoch"):
             raise ValueError(f"stage is {shown(stage)}; QSVRG has 'start' and 'epoch'")
         return state._replace(stage=stage)
@@ -277,7 +277,7 @@ class QSVRG(Optimizer):
         return self.compression.average(scaled, state, self.key(state))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Move the parameters against the mean, and add them to the sum of the epoch."""
+        """Move the parameters against the mean, and add the new ones to the epoch's sum."""
         tensors = as_tensors(params, "params")
         decays, rates = self.weight_decays(state), self.rates(state)
         directions = [
@@ -332,6 +332,6 @@ def _like_params(grads: Any, params: Sequence[Array], argument: str) -> list[Arr
 
 
 def _copy(x: Array) -> Array:
-    """Return a copy in the dtype in which x is computed, since the caller may write into the parameters."""
+    """Return a copy of x in its compute dtype, since the caller may write into the parameters."""
     wide = to_compute_dtype(x)
     return array_namespace(x).asarray(wide, copy=True) if wide is x else wide

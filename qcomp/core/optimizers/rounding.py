@@ -1,10 +1,11 @@
 """Stochastic rounding of new parameters in bfloat16, which keeps on average what rounding to nearest loses.
 
-A float32 number becomes one of the two bfloat16 numbers around it: its bits plus a draw of 16 bits, without the lower
-half. So of the 2^16 draws, as many round away from 0 as its lower half says, and no value that bfloat16 has moves.
+A float32 number becomes one of the two bfloat16 numbers around it: a draw of 16 bits is added to its bits, and the
+lower half is dropped. So of the 2^16 draws, as many round away from 0 as its lower half says, and no value that
+bfloat16 represents changes.
 
-Sixteen elements share a draw, at distances of a sixteenth of its range: each one's draw is uniform, and the random
-numbers cost a sixteenth. All ranks draw the same.
+Sixteen elements share a draw, each shifted by another sixteenth of its range: every element's draw is uniform, and
+random numbers cost a sixteenth. All ranks draw the same.
 """
 
 import math
@@ -36,7 +37,7 @@ _HOP = 0xFFFFFFFF
 
 
 def widened(params: Sequence[Array]) -> list[Array]:
-    """Return parameters with those in bfloat16 in float32."""
+    """Return the parameters, with those in bfloat16 converted to float32."""
     return [to_compute_dtype(p) if _is_rounded(p) else p for p in params]
 
 
@@ -46,7 +47,8 @@ def rounded(new: list[Array], like: Sequence[Array], key: Key, *, donate: bool =
     Parameters
     ----------
     new : list of arrays
-        What a step has made of `widened` parameters. The list is emptied, so that each array may go once it is rounded.
+        The values that a step has computed from `widened` parameters. The list is emptied, so that each array is freed
+        once it is rounded.
     like : sequence of arrays
         The parameters before they were widened.
     key : Key
@@ -83,7 +85,7 @@ def _rounded(x: Array, like: Array, draws: Array) -> Array:
     first = xp.reshape(xp.astype(draws, xp.int32), (-1, 1, _LANE))
     each = xp.reshape((first + xp.reshape(shifts, (1, _SHARE, 1))) & 0xFFFF, (-1,))[: values.shape[0]]
     bits = bitcast(values, xp.int32)
-    # The sum of a draw and the bits of NaN may be those of a number, and so may the upper half of these bits.
+    # A draw plus the bits of NaN may be the bits of a number, and so may the upper half of the bits of NaN.
     quiet = xp.bitwise_or(bits, xp.asarray(0x400000, dtype=xp.int32, device=device(x)))
     upper = xp.where(xp.isnan(values), quiet, bits + each) >> 16
     return xp.reshape(bitcast(xp.astype(upper, xp.int16), like.dtype), like.shape)

@@ -95,7 +95,7 @@ class SGD(Optimizer):
         """Update the momentum with the mean gradient, and the parameters with it."""
         tensors = as_tensors(params, "params")
         moved, momentum = [], []
-        # A schedule may begin with a momentum of 0, whose states hold none.
+        # A schedule may begin with a momentum setting of 0; states made with 0 hold no momenta.
         momenta = [state.momentum or zeros_like(tensors)] if self.momentum else []
         arrays = zip(tensors, means.values, *momenta, strict=True)
         for of_tensor, decay, rate in zip(arrays, self.weight_decays(state), self.rates(state), strict=True):

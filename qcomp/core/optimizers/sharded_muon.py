@@ -28,8 +28,8 @@ class ShardedMuon(Muon):
     """Muon for parameters that are cut by rows into shards, of which each rank has one.
 
     Parameters and gradients are this rank's shards, flat, and so are the moments of AdamW. Everything else is as in
-    `Muon`, which has the other parameters: names, shapes and matrices are those of whole tensors, and without
-    compression the parameters are equal to those of `Muon` bit for bit.
+    `Muon`, which describes the other parameters. Names, shapes and matrices refer to whole tensors, and without
+    compression the model's parameters are the same as with `Muon`, bit for bit.
 
     Parameters
     ----------
@@ -39,11 +39,12 @@ class ShardedMuon(Muon):
     Notes
     -----
     A rank sends each of its shards to the owner of the matrix, and gets its shard of the update. With N ranks it sends
-    1/N of what it would send in `Muon`. See `ShardedMean`, also for the sums of what is sent, and `ExactShards` for the
-    tensors that AdamW moves.
+    1/N of what it would send in `Muon`. See `ShardedMean`, also for its sum identity, and `ExactShards` for the tensors
+    that AdamW moves.
 
     With ``clip_norm`` the norm is sqrt(mean_j |g_j|^2) over the replicas j. There are no whiteners, since a rank with a
-    shard of g cannot make its shard of W g. The first step does not look for gradients of 0 that move.
+    shard of g cannot make its shard of W g. The first step does not look for elements that move although their
+    gradients are 0.
     """
 
     compares_gradients = False
@@ -75,7 +76,7 @@ class ShardedMuon(Muon):
         return _OfShards(mean, plain=plain, stacks=whole.stacks, splits=whole.splits)
 
     def shapes_of(self, params: Sequence[Array]) -> list[Shape]:
-        """Return the shapes of whole parameters; raise ValueError unless the shards are this rank's, flat."""
+        """Return the shapes of the whole parameters; raise ValueError unless there is one shard for each."""
         if len(params) != len(self.shards.shapes):
             raise ValueError(f"params has {len(params)} arrays; shards has {len(self.shards.shapes)} shapes")
         return list(self.shards.shapes)
@@ -83,7 +84,7 @@ class ShardedMuon(Muon):
     def initial_state(
         self, params: Sequence[Array], names: tuple[str, ...], rank: int, size: int
     ) -> OptimizerState:
-        """Return moments and residuals of zero, of this rank's shards."""
+        """Return moments and residuals of zero for this rank's shards."""
         if size != len(self.shards.places):
             raise ValueError(
                 f"shards has {len(self.shards.places)} ranks; comm has {size}: expected a rank for each"

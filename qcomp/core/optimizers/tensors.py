@@ -37,7 +37,7 @@ class _Checked(list[Array]):
 
 
 def as_tensors(values: Any, argument: str) -> list[Array]:
-    """Return an array or a sequence of arrays as a list, outside automatic differentiation.
+    """Return an array or a sequence of arrays as a list, detached from automatic differentiation.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def as_given(tensors: Sequence[Array], values: Any) -> Any:
 
 
 def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> list[Array]:
-    """Return the gradients of some parameters as a list, outside automatic differentiation.
+    """Return the gradients of some parameters as a list, detached from automatic differentiation.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
 
 
 def _place(x: Any, what: str) -> Any:
-    """Return the devices that each hold all of a JAX array; None if JAX moves it to where it is needed."""
+    """Return the devices that each hold the whole of a JAX array; None if JAX moves the array where it is needed."""
     if is_traced(x) or not getattr(x, "committed", True):
         return None
     if not x.sharding.is_fully_replicated:
@@ -160,7 +160,7 @@ def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:
 
 
 def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
-    """Return zeros of the shapes of these tensors, in C order and in the dtype in which they are computed."""
+    """Return zeros with the shapes and compute dtypes of these tensors, in C order."""
     zeros = []
     for t in tensors:
         xp = array_namespace(t)
@@ -170,7 +170,7 @@ def zeros_like(tensors: Sequence[Array]) -> tuple[Array, ...]:
 
 
 def update(param: Array, change: Array) -> Array:
-    """Return ``param - change``, computed in the dtype of the change, in the dtype of the parameter."""
+    """Compute ``param - change`` in the dtype of the change, and return it in the dtype of the parameter."""
     return array_namespace(param).astype(to_compute_dtype(param) - change, param.dtype, copy=False)
 
 

@@ -38,11 +38,11 @@ def stages_of_used(
     settings: str = "",
     donate: bool = False,
 ) -> Stages[tuple[list[Array], OptimizerState]]:
-    """Make one step as a generator of pure stages; a parameter without a gradient on any rank stays as it is.
+    """Make one step as a generator of pure stages; a parameter for which no rank has a gradient stays as it is.
 
-    So do its moments and residuals, and it does not count the step for its bias corrections. A rank without a gradient
-    of a parameter that others use contributes zeros, as the mean over all ranks requires. While the ranks are apart
-    (see `Optimizer.apart`), zeros stand for every missing gradient. If no rank has any gradient, nothing changes, and a
+    So do its moments and residuals, and its bias corrections do not count the step. A rank without a gradient for a
+    parameter that others use contributes zeros, as the mean over all ranks requires. While the ranks are apart (see
+    `Optimizer.apart`), zeros stand for every missing gradient. If no rank has any gradient, nothing changes, and a
     warning says so.
 
     Parameters
@@ -63,12 +63,12 @@ def stages_of_used(
     Raises
     ------
     MismatchError
-        On every rank, if the settings differ. Nothing has changed then.
+        On every rank, before anything changes, if the settings differ.
 
     Notes
     -----
-    Alongside the first exchange of the step, every rank sends 8 bytes and a bit for each parameter to all others; or
-    before it, while some tensors still make exact steps of their own, see `OneBitAdam`.
+    Every rank sends 8 bytes and a bit for each parameter to all others, alongside the first exchange of the step. While
+    some tensors still make exact steps of their own (see `OneBitAdam`), it sends them before that exchange.
     """
     used = [g is not None for g in grads]
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
@@ -85,7 +85,7 @@ def stages_of_used(
     if state.size == 1:
         leave_out(used)
     elif late:
-        # Those of them that a rank uses make exact steps, so the ranks must know which before they exchange.
+        # Late tensors that some rank uses make exact steps, so the ranks must know which ones before they exchange.
         yield from owned(agreed(), owner)
     asleep = [number for number in late if number in left_out]
     begun = without_late(asleep, state)
@@ -110,9 +110,9 @@ def warn_of_no_gradient(where: str) -> None:
 
 
 def _beside(agreed: Stages[None], step: Stages[Any], owner: Owner) -> Stages[Any]:
-    """Return a step whose first exchange has another computation beside it, which ends before the step goes on.
+    """Run a step, and beside its first exchange another computation, which ends before the step goes on.
 
-    A step that sends nothing, because ranks are apart or go apart, has nothing beside it.
+    If the step sends nothing, because ranks are apart or go apart, the other computation does not run.
     """
     try:
         first = next(step)
@@ -135,8 +135,9 @@ def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
 def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -> str:
     """Return the settings of the next step as text, and those of the steps since the last exchange.
 
-    In a step that sends nothing, no rank can compare its settings with others. They are in the numbers of the state,
-    such as the sum of the learning rates, until the ranks meet. The text also says if the processor flushes subnormals.
+    In a step that sends nothing, no rank can compare its settings with others. Until the ranks meet, those settings are
+    part of the state's numbers, such as the sum of the learning rates. The text also says if the processor flushes
+    subnormals.
     """
     if flushes_subnormals():  # a mode that may change after the start
         settings += ", subnormal numbers flushed to 0"

@@ -1,4 +1,4 @@
-"""The whiteners of Muon's matrices: their owners make them, all ranks hold the same, and residuals follow them."""
+"""The whiteners of Muon's matrices: owners make them and send them to all ranks, and residuals are converted."""
 
 import itertools
 import math
@@ -81,7 +81,7 @@ def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], me
 
 @dataclass(frozen=True, kw_only=True)
 class _FromOwners(CompressedMean):
-    """In place of a mean, the tensor that its owner has, a symmetric matrix; all ranks decode the same."""
+    """In place of a mean, each tensor, a symmetric matrix, as its owner sends it to all ranks."""
 
     compressor: Cast = _SENT
     feedback: bool = False

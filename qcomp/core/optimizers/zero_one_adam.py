@@ -3,8 +3,8 @@
 In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last synchronisation,
 and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates", the number of updates
 of the variance; "frozen", the step in which it was frozen, or 0; "synced", the step of the last synchronisation;
-"rates" and "weights", their sums since then; and in the stage "local" the `_Sums` of each tensor, as ``factor.NAME``,
-``weight.NAME`` and ``decay.NAME``.
+"rates" and "weights", the sums of learning rates and of weights since then; and in the stage "local" the `_Sums` of
+each tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
 """
 
 import math
@@ -130,21 +130,22 @@ class ZeroOneAdam(Optimizer):
     then computes s, the compressed mean of u_i with feedback on workers and servers: m = s / sum of w, x = x of the
     last synchronisation - s / (sqrt(v) + eps), u_i = 0. After it all ranks hold the same parameters and momentum, bit
     for bit; in between they differ and send nothing. A step in ``variance_steps`` is a step of exact Adam if the ranks
-    are in sync; otherwise it synchronises them, with the new variance. After the first compressed step it divides by
-    the variance with its floor, since its momentum still holds codes. The bias correction of v counts the updates of v.
-    Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the rates. Elements
-    with v = 0 do not move, as in `OneBitAdam`. The settings of a group may change in any step, which counts with its
-    own.
+    are in sync; otherwise it synchronises them, with the new variance. After the first compressed step such a step
+    divides by the variance with its floor, since the momentum still holds codes. The bias correction of v counts the
+    updates of v. Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the
+    rates. Elements with v = 0 do not move, as in `OneBitAdam`. The settings of a group may change in any step; each
+    step counts with its own settings.
 
     A compressed step sends 2 (N - 1) / N times 1 bit per parameter and 32 bits per bucket, an exact step 2 (N - 1) / N
     times 32 bits per parameter; `rounds` counts both. Between synchronisations the state holds two more arrays of the
     parameters' size: ``arrays["anchor"]``, the parameters of the last synchronisation, and ``arrays["pending"]``, u_i.
 
-    A rank cannot report a non-finite gradient before the next synchronisation. There all ranks raise, naming the steps
-    since the last one; ``arrays["anchor"]`` has the parameters from before. With ``nonfinite="skip"`` a rank in a local
-    step repeats its momentum instead of using such a gradient, and only this rank counts the step as skipped; all ranks
-    skip steps that send. With ``clip_norm`` a rank clips by its own norm in a step that sends nothing. A step with a
-    rate of 0 changes nothing while the ranks are in sync. Source: Lu et al., ICLR 2023, algorithm 1.
+    A rank cannot report a non-finite gradient before the next synchronisation. There all ranks raise an error that
+    names the steps since the last synchronisation, whose parameters are in ``arrays["anchor"]``. With
+    ``nonfinite="skip"`` a rank in a local step repeats its momentum instead of using such a gradient, and only this
+    rank counts the step as skipped; all ranks skip steps that send. With ``clip_norm`` a rank clips by its own norm in
+    a step that sends nothing. A step with a rate of 0 changes nothing while the ranks are in sync. Source: Lu et al.,
+    ICLR 2023, algorithm 1.
 
     Examples
     --------
@@ -314,8 +315,8 @@ class ZeroOneAdam(Optimizer):
     def _levelled(self, variance: Sequence[Array], state: OptimizerState) -> tuple[Array, ...]:
         """Return the variance with a higher floor for tensors that have missed updates.
 
-        One that begins late is measured rarely. The mean of a few squares is often near zero, and would divide many
-        steps: so after k own updates no element is below a kth of the mean.
+        The variance of a tensor that begins late is measured rarely. A mean of few squares is often near zero, and many
+        steps would divide by it. So after k updates of its own, no element is below 1 / k of the tensor's mean.
         """
         updates = state.numbers["updates"]
         own = own_counts(state, updates, "updates")
@@ -325,7 +326,7 @@ class ZeroOneAdam(Optimizer):
         )
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
-        """Return the state after the freeze rule has seen a step with an exchange, ready for that of the next step."""
+        """Return the state after the freeze rule has seen a step with an exchange, ready for the next exchange."""
         return self._observed(state) if any(self._plan(before)) else state
 
     def stages(
@@ -371,7 +372,7 @@ class ZeroOneAdam(Optimizer):
         tensors = as_tensors(params, "params")
         if state.stage != "local":
             return as_given(tensors, params), state
-        # The next step draws with the key of this state, so this exchange needs another one.
+        # The next step draws with the key of this state, so this exchange needs another key.
         key = self.key(state)._replace(tensor=state.stream ^ 1)
         sums = self.compression.average([copy(u) for u in state.arrays["pending"]], state, key)
         try:
@@ -418,7 +419,7 @@ class ZeroOneAdam(Optimizer):
             betas, rising = self.adam.betas_of(state), rate_rises(self, state)
             verdict = self._policy.asked(state, betas, counts, rising=rising)
             state = state._replace(history=verdict.history)
-            if verdict.frozen:  # a variance with a floor keeps it
+            if verdict.frozen:  # a variance with a floor keeps its floor
                 numbers = {**state.numbers, "frozen": float(state.step)}
                 state = state._replace(variance=tuple(self._divisor(state)), history=(), numbers=numbers)
         frozen = int(state.numbers["frozen"])
@@ -446,7 +447,7 @@ class ZeroOneAdam(Optimizer):
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
         """Return the limits of the numbers: steps until now, and sums of rates and weights."""
         until_now = Number(least=0, most=state.step, whole=True)
-        warmup = state.stage == "warmup"  # which ends with the freeze
+        warmup = state.stage == "warmup"  # a freeze ends it
         updates = until_now._replace(least=0 if warmup else 1)
         frozen = until_now._replace(most=0 if warmup else state.step)
         # Sums over this rank's local steps; the next synchronisation divides by them.
@@ -543,7 +544,7 @@ class ZeroOneAdam(Optimizer):
         return {
             **state.numbers,
             "rates": state.numbers["rates"] + self.rate(state),
-            # Over the bias correction of a momentum that has missed no step.
+            # Divided by the bias correction of a momentum that has missed no step.
             "weights": state.numbers["weights"] + self.rate(state) / (1 - self.betas[0] ** (state.step + 1)),
             **_named(state.names, [sums for _, _, sums in self._added(state)]),
         }
@@ -567,7 +568,7 @@ class ZeroOneAdam(Optimizer):
 
 
 class _Sums(NamedTuple):
-    """A tensor's sums since the last synchronisation: its group may change its settings between two steps."""
+    """A tensor's own sums since the last synchronisation, since its group may change settings between steps."""
 
     factor: float
     """The learning rate factor by which "pending" is to be multiplied."""
@@ -585,10 +586,10 @@ class _Sums(NamedTuple):
 def _with_step(
     sums: _Sums | None, rate: float, weight: float, factor: float, decay: float
 ) -> tuple[bool, float, _Sums]:
-    """Return what `ZeroOneAdam._added` returns for a tensor, from its sums before the step if there are any.
+    """Return the result of `ZeroOneAdam._added` for one tensor, from its sums before the step, if any.
 
-    A step counts as much as its factor, in units of the first one. If that was 0, the momenta before were only summed
-    to have their mean, and have moved nothing.
+    A step is weighted by its learning rate factor, in units of the first step's factor. If the first factor was 0, the
+    momenta so far have moved nothing, and were summed only for their mean.
     """
     if sums is None or (weight and factor and not sums.factor):
         return True, weight, _Sums(factor, weight, rate * factor * decay)
@@ -597,7 +598,7 @@ def _with_step(
 
 
 def _named(names: Sequence[str], of_tensors: Sequence[tuple[T, T, T]]) -> dict[str, T]:
-    """Return what each tensor has for the fields of `_Sums`, by the names of these in the numbers of a state."""
+    """Return the value of each tensor for each field of `_Sums`, by its key in the numbers of a state."""
     pairs = zip(names, of_tensors, strict=True)
     return {f"{kind}.{name}": x for name, of in pairs for kind, x in zip(_Sums._fields, of, strict=True)}
 

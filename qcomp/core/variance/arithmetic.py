@@ -59,7 +59,7 @@ def corrected_sum(variance: Sequence[Array], corrections: Sequence[float]) -> fl
 def frozen(
     variance: Sequence[Array], corrections: Sequence[float], exact: Sequence[bool], floor: float
 ) -> tuple[Array, ...]:
-    """Return what a freeze makes of the variance: it is bias-corrected for good, and `floored`."""
+    """Return the variance as a freeze leaves it: bias-corrected for good, and `floored`."""
     return floored(divided(variance, corrections), exact, floor)
 
 
@@ -67,7 +67,7 @@ def floored(variance: Sequence[Array], exact: Sequence[bool], floor: float) -> t
     """Return the variance with nonzero elements of compressed tensors raised to ``floor`` times the tensor's mean.
 
     An element of a compressed momentum is as large as its neighbours, however small it was. Divided by the root of a
-    variance that is millions of times smaller than theirs, it would move its parameter by millions of learning rates.
+    variance that is a million times smaller than theirs, it would move its parameter by a thousand learning rates.
     """
     return tuple(
         v if is_exact or not floor or not math.prod(v.shape) else _floored(v, floor)
@@ -108,7 +108,7 @@ def measured(
 ) -> tuple[Array, ...]:
     """Return the variance updated with the squares of exact mean gradients, and `floored`.
 
-    ``kept`` has the weight that the variance of each tensor keeps.
+    ``kept`` holds the weight that the variance of each tensor keeps.
     """
     of_each = zip(variance, gradients, kept, strict=True)
     return floored([primitives.momentum(v, g * g, weight, 1.0) for v, g, weight in of_each], exact, floor)
@@ -126,8 +126,8 @@ def step_on_codes(
 ) -> tuple[list[Array], tuple[Array, ...]]:
     """Return the parameters and momenta after a step of exact mean gradients.
 
-    It divides as a compressed step does: until exact gradients have replaced them, the codes in the momentum are as
-    large for elements with a tiny variance as for all others.
+    The step divides as a compressed step does, since the momentum still holds codes: until exact gradients have
+    replaced these, they are as large for elements with a tiny variance as for all others.
     """
     of_each = zip(momenta, gradients, betas, strict=True)
     blended = [primitives.momentum(m, g, beta1, 1.0) for m, g, (beta1, _) in of_each]

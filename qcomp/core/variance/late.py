@@ -9,8 +9,8 @@ from qcomp.core.state import OptimizerState
 __all__ = ["EXACT_STEPS", "late_tensors", "of_tensors", "steps_of_parts", "with_late", "without_late"]
 
 EXACT_STEPS = "exact_steps"
-"""The name of the number of exact steps that each late tensor makes; ``exact_steps.NAME`` says which tensors are late,
-and have fewer steps of their own so far. No state without late tensors has any of these numbers."""
+"""The key of the number of exact steps that each late tensor must make. Each tensor that is late, since it has made
+fewer, also has the key ``exact_steps.NAME``. States without late tensors have none of these keys."""
 
 
 def late_tensors(state: OptimizerState) -> list[int]:
@@ -21,7 +21,7 @@ def late_tensors(state: OptimizerState) -> list[int]:
 
 
 def with_late(tensors: Sequence[int], state: OptimizerState, steps: float) -> OptimizerState:
-    """Return a state in which some more tensors are late, each of which makes so many exact steps."""
+    """Return a state in which some more tensors are late, each of which makes ``steps`` exact steps."""
     if not tensors:
         return state
     late = {f"{EXACT_STEPS}.{state.names[i]}": steps for i in tensors}
@@ -29,7 +29,7 @@ def with_late(tensors: Sequence[int], state: OptimizerState, steps: float) -> Op
 
 
 def without_late(tensors: Sequence[int], state: OptimizerState) -> OptimizerState:
-    """Return a state in which some tensors are late no more."""
+    """Return a state in which some tensors are no longer late."""
     if not tensors:
         return state
     others = set(late_tensors(state)).difference(tensors)
@@ -60,8 +60,8 @@ def steps_of_parts(
 ) -> tuple[list[Array], OptimizerState]:
     """Make a step in which some tensors move in one way, and others in another.
 
-    Each part has its tensors, what makes their step from parameters, `Means` and the state, and the means of all
-    tensors for it. Both moments must exist.
+    Each part holds its tensors, the function that makes their step from parameters, `Means` and the state, and the
+    means of all tensors for that step. The state must hold both moments.
     """
     new, after = list(params), state
     for tensors, make, values in parts:

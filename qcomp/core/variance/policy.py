@@ -1,12 +1,13 @@
-"""What happens to the variance of Adam: when it is frozen, how, and what may change it afterwards.
+"""The policy for Adam's variance: when it is frozen, how, and what may change it afterwards.
 
-- The freeze: after each step of the warm-up `VariancePolicy.observed` asks the rule. Once that freezes, the variance
-  of each tensor is divided by its bias correction and gets its floor.
-- Tensors that had too few steps by then are late: theirs is frozen once they had enough, see `finished`.
-- In some steps of a schedule it is measured again, see `measures` and `measured`.
-- A watch may start a re-warm, some exact steps after which it is frozen again, see `reported` and `rewarmed`.
+- The freeze: after each step of the warm-up `VariancePolicy.observed` asks the rule. Once the rule freezes, the
+  variance of each tensor is divided by its bias correction and gets its floor.
+- Tensors that have made too few steps by the freeze are late: their variance is frozen once they have made enough, see
+  `finished`.
+- In the steps of a schedule, the frozen variance is measured again, see `measures` and `measured`.
+- A watch may start a re-warm: exact steps, after which the variance is frozen again, see `reported` and `rewarmed`.
 
-Of a saved state, `limits` and `adopt` read what this needs.
+`limits` and `adopt` handle the policy's entries of a saved state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +49,7 @@ _SINCE, _MEASURED = "variance_steps_since", "variance_measured"
 class VariancePolicy:
     """What an optimizer's settings say about its variance.
 
-    Some methods take the decay rates of each tensor's moments, and how often its variance was updated.
+    Some methods take, as ``betas`` and ``counts``, each tensor's decay rates and the number of updates of its variance.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ class VariancePolicy:
     def observed(
         self, state: OptimizerState, betas: Betas, counts: Sequence[int], *, rising: bool
     ) -> OptimizerState:
-        """Return the state after a step of the warm-up, in the stage "compressed" if that was the last one."""
+        """Return the state after a step of the warm-up, in the stage "compressed" if that step was the last."""
         verdict = self.asked(state, betas, counts, rising=rising)
         if not verdict.frozen:
             return state._replace(history=verdict.history)
@@ -141,7 +142,7 @@ class VariancePolicy:
         return with_late(late, state._replace(stage="compressed", history=()), float(state.step))
 
     def finished(self, state: OptimizerState, betas: Betas, counts: Sequence[int]) -> OptimizerState:
-        """Return the state in which late tensors that had enough steps are frozen as well."""
+        """Return the state in which the variance of late tensors with enough steps is frozen as well."""
         done = [i for i in late_tensors(state) if counts[i] >= state.numbers[EXACT_STEPS]]
         if not done:
             return state
@@ -151,7 +152,7 @@ class VariancePolicy:
     def _frozen(
         self, tensors: Sequence[int], state: OptimizerState, betas: Betas, counts: Sequence[int]
     ) -> OptimizerState:
-        """Return the state with the variance of some tensors as it is when they are frozen."""
+        """Return the state with the variance of some tensors frozen."""
         corrections, variance = bias_corrections(betas, 1, counts), list(state.variance)
         own, by = [variance[i] for i in tensors], [corrections[i] for i in tensors]
         for i, v in zip(tensors, frozen(own, by, [state.exact[i] for i in tensors], self.floor), strict=True):
@@ -178,9 +179,10 @@ class VariancePolicy:
         return self.schedule(state.step + 1 - int(state.numbers[_SINCE]))
 
     def measured(self, state: OptimizerState, gradients: Sequence[Array], betas: Betas) -> OptimizerState:
-        """Return the state with a variance measured again: v' = b2^k v + (1 - b2^k) g^2, k steps after the last time.
+        """Return the state with the variance measured again, k steps after the last time: v' = w v + (1 - w) g^2.
 
-        So it averages over 1 / (1 - b2) steps as before. The gradients are the exact means of the next step.
+        w = b2^k, within the limits of `kept_after`, so v averages over 1 / (1 - b2) steps as before. The gradients are
+        the exact means of the next step.
         """
         steps = state.step + 1 - int(state.numbers[_MEASURED])
         kept = [kept_after(beta2, steps) for _, beta2 in betas]
@@ -190,7 +192,7 @@ class VariancePolicy:
     def reported(
         self, state: OptimizerState, news: Sequence[str], beta2: float, optimizer: str
     ) -> OptimizerState:
-        """Return the state after the watch has reported ``news``: it warns, and a re-warm begins if that has steps."""
+        """Warn of ``news`` that the watch reported, and return the state, in a re-warm if the watch asks for one."""
         steps = self.watch.rewarm_steps if self.watch else 0
         enough = 3 * round(1 / (1 - beta2))
         cure = (
@@ -204,9 +206,9 @@ class VariancePolicy:
         return self._with_left(steps, state)._replace(stage="rewarm") if steps else state
 
     def rewarmed(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after an exact step of a re-warm: compressed again after the last of them."""
+        """Return the state after an exact step of a re-warm, whose last step ends in the stage "compressed"."""
         left = int(state.numbers[_LEFT]) - 1
-        # In every step, since momenta hold codes until exact gradients have replaced them.
+        # Floored in every step, since momenta hold codes until exact gradients have replaced them.
         late = late_tensors(state)  # whose variance is not frozen yet
         has_none = [is_exact or i in late for i, is_exact in enumerate(state.exact)]
         state = state._replace(variance=floored(state.variance, has_none, self.floor))
@@ -223,10 +225,11 @@ class VariancePolicy:
         return {_LEFT: left, _SINCE: until_now, _MEASURED: until_now} | watch_limits(state.numbers)
 
     def adopt(self, saved: Mapping[str, Any], begun: OptimizerState) -> Mapping[str, Any]:
-        """Return a saved state with exactly the entries of this policy: its own if they fit, else new ones.
+        """Return a saved state with exactly the entries of this policy: the saved ones if they fit, else new ones.
 
         A state may have been saved without a watch or by one with another sample, or without ``variance_steps``, which
-        then begin at its step. ``begun`` is at the start of the saved one's stage, with its step.
+        in that case begin at the state's step. ``begun`` is a state at the start of the saved state's stage, with the
+        same step.
         """
         watched = zip(begun.names, begun.arrays.get(WATCHED, ()), strict=False)
         wanted: dict[str, Any] = {NUMBER + name: x for name, x in begun.numbers.items()}
@@ -252,12 +255,12 @@ def _slowest(betas: Betas) -> float:
 
 
 def warn_of_zeros(state: OptimizerState, tensors: Iterable[int], until: str) -> None:
-    """Warn of measured tensors that do not move ``until`` then, because all their gradients were 0 so far."""
+    """Warn of tensors whose gradients were all 0 so far, so that they do not move; ``until`` says how long."""
     sums = totals(state.variance)
     still = [i for i in tensors if not sums[i] and 0 not in state.variance[i].shape]
     if still:
         warn_caller(
             f"all gradients of {some(state.names[i] for i in still)} were 0 in the first {state.step} steps, so their "
             f"variance is 0, and they do not move {until}. If they begin to learn later, make another optimizer for "
-            "them then, with another seed"
+            "them, with another seed"
         )

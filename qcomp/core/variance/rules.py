@@ -99,15 +99,15 @@ class VarianceStable:
     threshold : float
         The smallest min(r, 1 / r) that counts as stable, above 0 and at most 1. Default 0.96.
     after : int
-        The earliest step for the freeze. Set it to the end of a learning-rate warm-up that is not a schedule. Default
-        0.
+        The freeze comes later than this step. Set it to the end of a learning-rate warm-up that is not a schedule.
+        Default 0.
 
     Notes
     -----
-    With gradients without a trend it freezes after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after
-    a learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
+    If gradients have no trend, it freezes after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after a
+    learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
     which compares two norms. Here both directions of change count, since the variance may also shrink. A whole window
-    must be stable, since norms that rise and then fall cross by chance.
+    must be stable, since norms that rise and then fall may be equal once by chance.
     """
 
     threshold: float = 0.96
@@ -121,7 +121,7 @@ class VarianceStable:
     def observe(
         self, step: int, norm: Callable[[], float], history: tuple[float, ...], beta2: float
     ) -> Observation:
-        """Compare the norm with the one of d steps ago.
+        """Compare the norm with the norm d steps ago.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class VarianceStable:
             The decay rate of the variance.
         """
         delay = round(1 / (1 - beta2))
-        # The history is the negative number of stable steps, then the last d norms; one of another rule starts anew.
+        # The history is -1 minus the number of stable steps, then the last d norms; other rules' histories are ignored.
         known = history and history[0] < 0
         calm, norms = (int(min(-1 - history[0], delay)), history[1:]) if known else (0, ())
         now = norm()

@@ -8,8 +8,8 @@ from qcomp.core.settings import plain_numbers
 __all__ = ["DoublingIntervals", "LocalSteps", "Schedule", "require_schedule"]
 
 Schedule = Callable[[int], bool]
-"""Returns whether a step, counted from 1, belongs to a set. In a program that JAX compiles, the step is traced: such as
-all of `DoublingIntervals`, the function then consists of arithmetic and comparisons without branches."""
+"""Returns whether a step, counted from 1, belongs to a set. In a program that JAX compiles, the step is traced, so the
+function must consist of arithmetic and comparisons without branches, as in `DoublingIntervals`."""
 
 
 @dataclass(frozen=True)

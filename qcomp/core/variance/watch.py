@@ -42,7 +42,7 @@ element."""
 _ONE_TENSOR = 4.0
 """The ratio of a single tensor may exceed the limit for all tensors together by this factor."""
 _OUTGROWN = 1e4
-"""An element whose variance grew by this would step a hundred times too far."""
+"""An element whose variance grew by this factor would step a hundred times too far."""
 _FELT_PER_TENSOR = 16
 """Number of elements that are sampled from the compressed momentum of a tensor."""
 _FELT_EVERY = 2
@@ -80,18 +80,19 @@ class VarianceWatch:
     With v the frozen variance of the same elements, ``state.numbers`` has ``"variance_ratio"``, sum w / sum v, and
     ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1, both NaN until the average is 1 / (1 - b2) steps
     old; and ``"variance_stuck"``, the share of elements with v = 0 and a current gradient, which cannot move. Clipping
-    keeps the ratio near one, whatever happens to single elements; the overlap detects such changes, but noise in both
-    averages alone keeps it below 1.
+    keeps the ratio near one, whatever happens to single elements; the overlap detects such changes, but noise in the
+    two averages is enough to keep it below 1.
 
-    It reports an excursion when it begins. The excursion ends when the value is below half of its limit. After a report
-    follows a quiet time of 1 / (1 - b2) steps, which doubles with each report. In the quiet time it reports the same
-    excursion again only if it is 100 times worse; after it, a new excursion, or the same if four times worse.
+    The watch reports an excursion when it begins. The excursion ends when the value is below half of its limit. Each
+    report starts a quiet time of 1 / (1 - b2) steps, which doubles with each report. In the quiet time an excursion of
+    a kind reported before is reported again only if it is 100 times worse; after the quiet time, if it is a new one, or
+    four times worse.
 
     Parameters
     ----------
     largest : float
         Report when the ratio exceeds this, or the ratio of one tensor four times this, or when the momentum norm
-        predicts so. Above 1; `math.inf` disables this report. Default 4.
+        predicts such a ratio. Above 1; `math.inf` disables this report. Default 4.
     smallest : float
         Report when the ratio is below this, from 0 to below 1: steps are then much shorter than Adam's. 0 disables this
         report. Default 0.01.

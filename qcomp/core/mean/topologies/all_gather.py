@@ -16,7 +16,7 @@ _WORKER = 0
 class GatherAll(Topology):
     """Every rank sends its payload to every other: one exchange and one compression, N times the bytes.
 
-    With b bytes in the payload of the whole vector, a rank of N sends (N - 1) * b bytes. There is no server.
+    With b bytes in the payload of the whole vector, each of N ranks sends (N - 1) * b bytes. There is no server.
     """
 
     name = "all_gather"

@@ -1,4 +1,4 @@
-"""What a topology is: who sends what to whom, as pure stages, and what that costs."""
+"""The base of topologies: who sends what to whom, as pure stages, and what that costs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     layout: Layout
     values: Sequence[Array]
-    """This rank's tensors, flat, in the dtype in which they are computed."""
+    """This rank's tensors, flat, in their compute dtypes."""
     worker: Sequence[Array]
     """The residuals of ``layout.residuals.worker``, flat; empty without feedback. They must not be written to."""
     server: Sequence[Array]
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     donate: bool = False
     """Whether ``values`` may be used up for the new worker residuals."""
     blends: Sequence[Blend] = ()
-    """The momentum that each tensor is blended into before it is compressed; empty where none is."""
+    """For each tensor, the momentum that it is blended into before compression; empty if there are none."""
     overwrite: bool = False
     """Whether the means may take the buffers of ``values``, once nothing can be refused any more."""
     into: Into = Into()
@@ -84,8 +84,8 @@ class Topology(ABC):
     """How the ranks average: a stateless object, known by its name once it is registered.
 
     A subclass lays tensors out, averages them in stages, and says what that costs. It knows nothing of communicators,
-    array libraries or optimizers. Make it known by `qcomp.topologies.register`; then its name is a ``topology`` of
-    `qcomp.CompressedMean`, of every optimizer, of checkpoints and of `qcomp.planning`.
+    array libraries or optimizers. Once it is registered by `qcomp.topologies.register`, its name is a valid
+    ``topology`` in `qcomp.CompressedMean`, every optimizer, checkpoints and `qcomp.planning`.
 
     Notes
     -----
@@ -117,7 +117,7 @@ class Topology(ABC):
         """
 
     def codec(self, tensors: Sequence[Array]) -> Codec:
-        """Return what compresses chunks of tensors like these, and decompresses them.
+        """Return the codec that compresses and decompresses chunks of tensors like these.
 
         Parameters
         ----------

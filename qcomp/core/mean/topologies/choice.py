@@ -13,10 +13,10 @@ ETHERNET = Link(bandwidth=1.25e9, latency=50e-6)
 """The link between nodes unless another is named: 10 Gbit/s, and 50 microseconds a message."""
 
 _NOTHING = Load(0, 0, variable_length=False, encode=1.0e-9, decode=0.2e-9, add=0.2e-9, copy=0.4e-9)
-"""An empty load, with about the seconds per element of one CPU core with kernels; see docs/benchmarks/kernels.json."""
+"""An empty load with about the times per element of one CPU core with kernels; see docs/benchmarks/kernels.json."""
 
 _CLEARLY = 1.1
-"""How many times as fast a topology that rounds in every hop must be: the formulas are no more exact than that."""
+"""A topology that rounds in every hop must be this many times as fast: the formulas are no more exact."""
 
 _MANY = 3
 """The number of roundings assumed for a topology whose roundings grow with the number of ranks."""
@@ -27,9 +27,9 @@ def choose_topology(
 ) -> str:
     """Return the name of the topology that takes the shortest time by the formulas of `Topology.cost`.
 
-    Of topologies that take equally long, it is the one that rounds least. A topology whose roundings grow with the
-    number of ranks, such as a ring, must be 1.1 times as fast as all others. A link inside a node is assumed to have
-    10 GB/s, and nodes of unequal sizes to have their mean size, rounded up.
+    If several take equally long, it is the one that rounds least. A topology whose roundings grow with the number of
+    ranks, such as a ring, must be 1.1 times as fast as all others. A link inside a node is assumed to have 10 GB/s, and
+    nodes of unequal sizes to have their mean size, rounded up.
 
     Parameters
     ----------

@@ -159,13 +159,13 @@ class Hierarchical(Topology):
 
     The vector is cut into L lanes of whole buckets, where L is the number of ranks of the smallest node. Rank number l
     of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so nodes of
-    unequal sizes also give the mean over ranks. It compresses the result, and only it stores residuals for the lane: in
-    the sum identity, mean_i e_i is over nodes. If E is the bytes of the exact vector and b the bytes of its payload,
+    unequal sizes also give the mean over ranks. It compresses the result, and only it stores residuals for the lane, so
+    mean_i e_i in the sum identity is over nodes. If E is the bytes of the exact vector and b the bytes of its payload,
     this rank sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to
-    other nodes. A rank beyond the L-th of its node sends E inside the node. Each message of a lane has 8 more bytes,
-    each chunk of a lane up to 16 plus one for each rank, all padded to multiples of 8. With one rank per node, the
-    result equals two phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the work of
-    a node.
+    other nodes. A rank beyond the L-th of its node sends E inside the node. A message with a lane's exact values has 8
+    more bytes, one with a chunk up to 16 plus one for each rank, all padded to multiples of 8. With one rank per node,
+    the result equals two phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the
+    work of a node.
 
     A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of it from the
     relayed messages, and then raise with the same text.
@@ -205,7 +205,7 @@ class Hierarchical(Topology):
         return Cost(codec, wire, (lanes - 1) * (exact + lane) + 2 * (nodes - 1) / nodes * lane)
 
     def is_exact_on(self, nodes: Nodes) -> bool:
-        """Return whether there is one node, inside which sums are exact."""
+        """Return whether there is only one node, since sums inside a node are exact."""
         return nodes.count == 1
 
     def suits(self, nodes: int, ranks_per_node: int) -> bool:
@@ -219,7 +219,7 @@ class _NodeSums(NamedTuple):
     values: list[Array]
     """Its lane's parts of the tensors: the node's sum, times the number of nodes, divided by the number of ranks."""
     blamed: set[int]
-    """Ranks with values that are not finite; ``values`` is then meaningless."""
+    """Ranks with values that are not finite; if there are any, ``values`` is meaningless."""
     error: NonFiniteError | None = None
     """The error that kept this rank from sending its values."""
 
@@ -269,7 +269,7 @@ class _NodeShare:
         return Averaged(decode_means(codec, opened, self.call), answer.worker, answer.server)
 
     def _inside_node(self) -> Stages[_NodeSums]:
-        """Add up this rank's lane over the node. The exact values are not held any longer than this takes."""
+        """Add up this rank's lane over the node. The exact values are freed when this returns."""
         layout, members, codec = self.layout, self.layout.members, Codec(self.call.values)
         frame = None if layout.lane is None else layout.exact_frames[layout.lane]
         mine = codec.encode(layout.exact_frames, self.call.values, (), self.call.key, donate=False)

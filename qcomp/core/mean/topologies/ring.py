@@ -23,7 +23,7 @@ _SERVER, _FIRST_HOP = 1, 2
 def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
     """Return the ranges whose residuals a rank stores: all chunks but its own as worker, and its own as server.
 
-    Each tensor has at least one range as worker, which may have no elements; ``tensors`` is their number.
+    Each tensor has at least one range as worker, which may be empty; ``tensors`` is the number of tensors.
 
     Examples
     --------
@@ -70,8 +70,8 @@ class Ring(Topology):
     mean is unbiased, and its variance is the sum of the variances of all roundings, where the variances of sums are
     divided by N^2. The owner's part is rounded only once. With two ranks, this is the difference from two phases, where
     a server also rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
-    A rank checks what it compresses, not its own part of it: a finite value of 2^100 or more passes where the sum that
-    it is part of, or the owner's mean, is below.
+    A rank checks the sum or the mean that it compresses, not its own part: a finite value of 2^100 or more passes if
+    that sum or mean is below 2^100.
     """
 
     name = "ring"
@@ -144,7 +144,7 @@ class _Share:
             self.codec.open_from(owner, message, frame)
             for owner, (message, frame) in enumerate(zip(messages, layout.frames, strict=True))
         ]
-        after = {**owed, **left}  # what has no elements stays as it was
+        after = {**owed, **left}  # residuals without elements stay as they were
         worker, server = (tuple(after[s] for s in of_kind) if owed else () for of_kind in ranges)
         return Averaged(decode_means(self.codec, opened, self.call), worker, server)
 
@@ -157,7 +157,7 @@ class _Share:
     ) -> tuple[Compressed, set[int]]:
         """Return this rank's message for a chunk, and the ranks to blame if any refused before.
 
-        That is the sum that arrived plus this rank's part, or the mean if this rank owns the chunk.
+        The message holds the sum that arrived plus this rank's part, or the mean if this rank owns the chunk.
         """
         frame, is_mean = self.layout.frames[owner], owner == self.rank
         chunk = frame.chunk
@@ -180,7 +180,7 @@ class _Share:
                 ]
         if is_mean:
             values = [primitives.finish_mean(x, self.size) for x in values]
-        # The sums are tensors of their own now, whole but numbered by the buckets of the segments.
+        # The sums are whole tensors now, but keep the bucket numbers of their segments.
         compressed = Codec(values, self.codec.like).encode(
             [frame.as_tensors],
             values,
