@@ -90,7 +90,7 @@ def choose(x: Array) -> KernelSet | None:
 
 
 def choose_coders(by_setting: bool) -> Coders | None:
-    """Return the compiled coders; None means the pure coders, without numba or if the setting is ``"pure"``."""
+    """Return the compiled coders, or None for the pure ones: without numba, or if the setting is ``"pure"``."""
     if by_setting and _setting()[0] == "pure":
         return None
     try:
@@ -180,11 +180,12 @@ def _best(x: Array) -> KernelSet | None:
 _told: set[str] = set()
 
 _LARGE = 10_000
-"""Elements of an array whose time is worth a warning: optimizers compress such tensors by default."""
+"""The fewest elements of an array whose slow compression is worth a warning: optimizers compress such tensors by
+default."""
 
 
 def _warn_of_float64(x: Array) -> None:
-    """Warn, if x is a large array in float64, and there are kernels for the same in float32."""
+    """Warn if x is a large array of float64, and kernels exist for such arrays in float32."""
     if is_traced(x) or dtype_name(x.dtype) != "float64" or math.prod(x.shape) < _LARGE:
         return
     kind = kind_of(x)
@@ -208,7 +209,7 @@ def _available(name: str, kind: tuple[str, str]) -> KernelSet | None:
 def _warn_once(name: str, what: str, error: UnavailableError | str) -> None:
     """Warn that something is slow, once for each name."""
     if name not in _told:
-        import logging  # noqa: PLC0415  (a part of the time of `import qcomp`)
+        import logging  # noqa: PLC0415  (would slow down `import qcomp`)
 
         _told.add(name)
         logging.getLogger("qcomp").warning(

@@ -1,4 +1,4 @@
-"""Folders that only this user may write to: for compiled kernels, since loading one runs its code, and for copies."""
+"""Folders that only this user can write to, for copies and for compiled kernels: loading a kernel runs its code."""
 
 import os
 import stat

@@ -81,9 +81,9 @@ def _imported(name: str, module: str) -> Any:
 
 @contextmanager
 def _named_print() -> Iterator[None]:
-    """Give a function that a script has put in place of ``print`` the name and module of ``print``.
+    """Give a script's replacement of ``print`` the name and module of ``print`` itself.
 
-    Scripts replace it so that rank 0 alone prints. While numba is imported, it looks builtins up by name and module.
+    Scripts replace ``print`` so that only rank 0 prints. During its import, numba looks builtins up by name and module.
     """
     given: Any = builtins.print
 

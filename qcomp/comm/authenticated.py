@@ -29,7 +29,7 @@ _KEY_BYTES = (16, 64)
 
 
 class AuthenticatedCommunicator(Verbs):
-    """A communicator around another that detects messages forged or changed by anyone without the key.
+    """Wraps a communicator, and detects messages that anyone without the key has forged or changed.
 
     A tag follows each message: a keyed hash (BLAKE2b) of its bytes, the verb, the number of the exchange, the sender
     and the receiver. So a message that is altered, forged, repeated, redirected to another rank, or out of order fails
@@ -125,7 +125,7 @@ class AuthenticatedCommunicator(Verbs):
 
     @property
     def compares_owners(self) -> bool:
-        """Whether the communicator that carries the messages does."""
+        """Whether the communicator that carries the messages compares owners."""
         return getattr(self._comm, "compares_owners", False)
 
     def _sealed(

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from qcomp.core.errors import CommunicatorError
 
 Share = Callable[[str, Callable[[], None]], Iterable[tuple[int, str]]]
-"""Gives a text to all ranks, and yields every rank with its text, as soon as that is there; the call is collective.
+"""Gives a text to all ranks, and yields every rank with its text as soon as the text arrives; the call is collective.
 
-While it waits, it calls the function again and again, which raises if a rank has ended.
+While it waits, it calls the given function again and again; the function raises if a rank has ended.
 """
 
 _HELLO = struct.Struct("<16sI")
-"""The token of the rank that accepts, and the rank that connects."""
+"""The token of the accepting rank, and the number of the connecting rank."""
 _TOKEN_BYTES = 16
 _CONNECT_SECONDS = 2.0
 _HELLO_SECONDS = 15.0
@@ -37,14 +37,14 @@ class Connected(NamedTuple):
     sockets: dict[int, socket.socket]
     """By rank, without the ranks that cannot be reached."""
     notes: dict[int, str]
-    """What every rank has told the others, by rank."""
+    """The note of every rank, by rank."""
 
 
 def connect(rank: int, size: int, share: Share, *, note: str) -> Connected:
     """Connect this rank with all others; each side proves that it knows a token that only ranks know.
 
-    ``share`` is called twice, and ``note`` is a word for the other ranks. Raises CommunicatorError if a rank ends
-    meanwhile.
+    It calls ``share`` twice. ``note`` is one word, which the other ranks receive. Raises CommunicatorError if a rank
+    ends meanwhile.
     """
     door = _Door(rank, size)
     try:
@@ -149,7 +149,7 @@ def _connection(addresses: Sequence[str], port: int, hello: bytes) -> socket.soc
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Return some bytes that must all arrive within `_HELLO_SECONDS`."""
+    """Return the next ``size`` bytes, which must all arrive within `_HELLO_SECONDS`."""
     deadline, data = time.monotonic() + _HELLO_SECONDS, b""
     while len(data) < size:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -161,7 +161,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Return whether the peer has closed a connection and said nothing before."""
+    """Return whether the peer has closed a connection without sending anything more."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)

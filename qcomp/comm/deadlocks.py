@@ -1,6 +1,6 @@
-"""Finds two ranks that wait for each other, each in another communicator.
+"""Finds two ranks that wait for each other in different communicators.
 
-A rank that waits for a second tells the other ranks of its communicator which exchange it waits in, and how many
+A rank that has waited for one second tells the other ranks of its communicator which exchange it waits in, and how many
 exchanges it has begun over each communicator that only the waiting thread uses. If rank 1 hears that rank 0 waits in
 exchange 5 of communicator A, which rank 1 has not begun, while rank 1 itself waits in exchange 3 of B, which rank 0 has
 not begun, then neither can go on: only the waiting threads would begin these exchanges. Threads that share a
@@ -23,7 +23,7 @@ from qcomp.core.mean.stages import Owner, other_owners, told
 
 _TELL_SECONDS = 1.0
 _LONGEST_OWNER = 300
-"""Of a message of at most a thousand bytes."""
+"""Of an owner, in a message of at most a thousand bytes."""
 
 _stations: weakref.WeakSet[Station] = weakref.WeakSet()
 _changing = threading.Lock()
@@ -48,7 +48,7 @@ class _Heard(NamedTuple):
 class Station:
     """One communicator of a rank: how many exchanges it has begun, which threads began them, and which wait.
 
-    The communicator's name is the same on all ranks; without one nothing is found. ``refuse`` is called with an
+    The communicator's name is the same on all ranks; without a name nothing is found. ``refuse`` is called with an
     exchange and a text if the exchange cannot be completed.
     """
 
@@ -119,7 +119,7 @@ class Station:
                 self._refuse(exchange, other_owners(texts, wait.owner, how))
 
     def _crossed(self, exchange: int, wait: _Wait) -> dict[int, str]:
-        """Return the ranks that wait elsewhere for the waiting thread, which waits for them, and their owners."""
+        """Return the ranks, and their owners, that wait for this thread elsewhere while it waits for them here."""
         with _changing:
             return {
                 peer: heard.owner

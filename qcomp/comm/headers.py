@@ -19,7 +19,7 @@ _VERBS = {number: verb for verb, number in _NUMBERS.items()}
 
 
 def header_size(size: int) -> int:
-    """Return the bytes of a header among ``size`` ranks."""
+    """Return the size in bytes of a header among ``size`` ranks."""
     return 8 * (2 + 2 * size)
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from qcomp.comm.mpi import MPICommunicator
     from qcomp.comm.torch_dist import TorchCommunicator
 
-# Variables in which launchers store the number of processes. srun comes last: it may have started the others.
+# Variables in which launchers store the number of processes. srun comes last, since it may have started the other
+# launchers.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # Variables that announce a number of processes without starting them.
 _PLANNED_SIZES = ("SLURM_NTASKS", "WORLD_SIZE")

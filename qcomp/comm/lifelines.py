@@ -2,10 +2,10 @@
 
 MPI does not report a dead rank, and gloo does not report it to a rank in the middle of a message. So every two ranks
 have one more TCP connection, which a thread watches. If the peer's process ends, its system closes the connection; if
-the peer's machine no longer answers, the own system does, which needs no interpreter on either side. A process that is
-only silent still lives, but holds Python's lock or is stopped: the ranks that wait for it warn, and go on waiting
-unless the caller has limited the silence. When a rank announces its end or failure, it names the first exchange that it
-will not complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
+the peer's machine no longer answers, the local system does. Neither needs a running interpreter. A process that is only
+silent still lives, but holds Python's lock or is stopped: the ranks that wait for it warn, and go on waiting unless the
+caller has limited the silence. When a rank announces its end or failure, it names the first exchange that it will not
+complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MESSAGE = struct.Struct("<cQH")
 _BEAT, _FINISHED, _FAILED, _WAITING = b".", b"f", b"x", b"w"
 _LONGEST_REASON = 1000
 _BEATS = 4
-"""Signs of life that a rank sends within the shortest silence that some rank notices."""
+"""Signs of life that a rank sends within the shortest silence limit of any rank."""
 _LONGEST_TIMER = 32767.0
 """The most seconds that the system accepts for its timers."""
 _GRACE_SECONDS = 0.3
@@ -59,10 +59,10 @@ class _Loss(NamedTuple):
 class Lifelines:
     """The connections of one rank to the others, by rank, and the thread that watches them.
 
-    A rank counts as lost after ``silence`` seconds without a sign of life; with None it is only reported after
-    `SILENCE`. This rank gives a sign every ``pause`` seconds. The communicator's name is the same on all ranks and in
-    no other communicator. ``changed`` is notified when a rank is lost, or when there is something to say about a silent
-    one.
+    A rank counts as lost after ``silence`` seconds without a sign of life; with None it is only reported, after
+    `SILENCE` seconds. This rank gives a sign every ``pause`` seconds. The communicator's name is the same on all ranks
+    and in no other communicator. ``changed`` is notified when a rank is lost, or when there is something to say about a
+    silent one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Lifelines:
         self._lose(_NO_RANK, _Loss(exchange, reason, dead=False))
 
     def complete(self, exchange: int) -> None:
-        """Take note that this rank has sent and received all of an exchange, for which all ranks were needed."""
+        """Take note that this rank has completed an exchange, in which it has heard from all ranks."""
         self._incomplete.discard(exchange)
         for peer in list(self._silent):
             self._hear(peer, time.monotonic())
@@ -184,7 +184,7 @@ class Lifelines:
             self._close()
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the thread after `finish`, at most for some seconds."""
+        """Wait for the thread to end after `finish`, for at most ``timeout`` seconds."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -346,7 +346,7 @@ def _is_watched(connection: socket.socket, limit: float) -> bool:
     if connection.getsockname()[:1] == connection.getpeername()[:1]:
         return True  # the peer is on this machine
     seconds = min(limit, _LONGEST_TIMER)
-    # Of the limit, a quarter may pass before the next sign of life is sent, which then is not answered.
+    # A quarter of the limit may pass before the next sign of life is sent and stays unanswered.
     try:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
@@ -383,8 +383,8 @@ def lifelines(
 ) -> Lifelines:
     """Connect this rank with all others.
 
-    ``share`` tells all ranks a text, see `qcomp.comm.connecting`. ``look_for`` is called with the ranks with which no
-    connection can be made, and raises if the transport knows that one has ended. Raises CommunicatorError if a rank
+    ``share`` gives a text to all ranks; see `qcomp.comm.connecting`. ``look_for`` is called with the ranks with which
+    no connection can be made, and raises if the transport knows that one has ended. Raises CommunicatorError if a rank
     ends meanwhile. Warns if no connection to a rank can be made: only the transport then notices its death.
     """
     if size == 1:

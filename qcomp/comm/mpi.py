@@ -28,9 +28,9 @@ _CHECK_SECONDS = 0.1
 class MPICommunicator(Verbs):
     """The ranks of an mpi4py communicator.
 
-    Creating one is collective: it duplicates `comm`, so its messages never mix with the user's. When the last reference
-    to it goes, or by `close`, its threads and connections end. The duplicate stays until the end of the process,
-    since ranks can free it only together: MPI libraries have room for about two thousand.
+    Creating one is collective: it duplicates `comm`, so its messages never mix with the user's. Its threads and
+    connections end with `close`, or when the last reference to it goes. The duplicate stays until the end of the
+    process, since ranks can free it only together: MPI libraries have room for about two thousand.
 
     CuPy and torch buffers on a CUDA device are passed to MPI directly, after a wait for the current stream, if MPI
     reports that it can read them (``MPIX_Query_cuda_support``, or MPI 4.1's kinds of memory); otherwise they are staged
@@ -59,12 +59,12 @@ class MPICommunicator(Verbs):
     comm : mpi4py.MPI.Intracomm
         For instance ``MPI.COMM_WORLD``.
     timeout : float, optional
-        Seconds that a rank waits for the others in an exchange. By default what `qcomp.comm.world` was given, else the
-        environment variable QCOMP_TIMEOUT, else 300.
+        Seconds that a rank waits for the others in an exchange. By default the value that `qcomp.comm.world` was given,
+        else the environment variable QCOMP_TIMEOUT, else 300.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
-        in this time, so choose it longer than any other code of a rank holds Python's lock. By default what
-        `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
+        Seconds without a sign of life after which a rank counts as lost. A Python thread gives four such signs in this
+        time, which must therefore be longer than any other code of a rank holds Python's lock. By default the value
+        that `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
         only reported.
 
     Attributes
@@ -89,7 +89,8 @@ class MPICommunicator(Verbs):
     ValueError
         If `timeout` or `silence` is not positive, or QCOMP_CUDA_AWARE_MPI neither 0 nor 1.
     CommunicatorError
-        If another rank ends or does not create its own in time, this is a forked child of a rank, or MPI has not begun.
+        If another rank ends or does not create its communicator in time, this process is a forked child of a rank, or
+        MPI has not begun.
 
     Warns
     -----

@@ -132,7 +132,7 @@ class MPIExchange:
             )
 
     def _mismatch(self, ranks: MPI.Intracomm, known: dict[int, str]) -> MismatchError:
-        """Return the error that names the owners on all ranks, each of which sees that these differ."""
+        """Return the error that names the owners of all ranks; every rank has seen that they differ."""
         own = told(self.owner)
         send_all(ranks, own, OWNER_TAG)
         texts = {self._comm.rank: own, **known}
@@ -195,7 +195,7 @@ def _incomplete(requests: dict[int, MPI.Request]) -> dict[int, MPI.Request]:
 
 
 def poll(done: Callable[[], bool], timeout: float, *, flowing: Callable[[], bool] = lambda: False) -> bool:
-    """Call `done` until it returns true, at most for `timeout` seconds; return what it returned last.
+    """Call `done` until it returns true, at most for `timeout` seconds; return its last result.
 
     There is no pause while `flowing` returns true: MPI moves bytes only inside its calls.
     """

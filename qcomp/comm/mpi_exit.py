@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 1e-3
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
 
 _process = os.getpid()
-"""The process that is a rank; its forked children are none."""
+"""The id of the process that is a rank; its forked children are not ranks."""
 _open: list[tuple[MPI.Intracomm, Lifelines]] = []
 _closed: list[MPI.Intracomm] = []
 """Communicators that this rank no longer uses, while others may."""
@@ -96,7 +96,7 @@ def require_rank() -> None:
 
 
 def require_alive(ranks: MPI.Group) -> None:
-    """Raise if one of these ranks has ended, as far as the communicators between this rank and that one know."""
+    """Raise if one of these ranks has ended, according to the communicators that it shares with this rank."""
     for comm, lines in _open:
         known = comm.Get_group()
         peers = _peers(comm)
@@ -123,7 +123,7 @@ def take_leave_at_exit(owner: object, comm: MPI.Intracomm, lines: Lifelines) -> 
     """At the end of this process, tell all other ranks of `comm`, and wait for their end.
 
     The result frees what this rank can free without the others, and is called when the owner, a communicator, goes.
-    Others that still use `comm` learn of it, and of the end of this process.
+    Ranks that still use `comm` learn of that call, and of the end of this process.
     """
     entry = comm, lines
     if comm.Get_size() > 1:
@@ -179,7 +179,7 @@ def _end_child() -> None:
 def _abort_if_interrupted(
     previous: Callable[[sys.UnraisableHookArgs], Any], ignored: sys.UnraisableHookArgs
 ) -> None:
-    """Let Ctrl-C abort the job after the script's last line, too, where Python prints it and goes on."""
+    """Let Ctrl-C abort the job even after the script's last line, where Python only prints it and goes on."""
     if os.getpid() != _process:
         previous(ignored)
         return

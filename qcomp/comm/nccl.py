@@ -107,7 +107,7 @@ class NCCLCommunicator(Verbs):
 
     @property
     def compares_owners(self) -> bool:
-        """Whether the communicator that carries the headers does."""
+        """Whether the communicator that carries the headers compares owners."""
         return getattr(self._comm, "compares_owners", False)
 
     def _agree(self, verb: str, sent: list[int], expected: list[int], owner: Owner | None) -> None:

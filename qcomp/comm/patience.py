@@ -1,4 +1,4 @@
-"""The timeouts that no argument sets: as `world` was given them, else from the environment, else the defaults."""
+"""Timeouts that no argument sets: the value given to `world`, else the one in the environment, else the default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SILENCE = 20.0
 
 _TIMEOUT = 300.0
 _LONGEST = 1e9
-"""Seconds that stand for ever: timers of torch and of the system count no infinity."""
+"""The seconds that stand for an infinite time, since timers of torch and of the system cannot take infinity."""
 
 _inherited: dict[str, float] = {}
 
@@ -25,7 +25,7 @@ class Patience(NamedTuple):
 
 
 def patience(*, timeout: Any = None, silence: Any = None, default: float | None = None) -> Patience:
-    """Return these settings, and for None what was inherited, else the environment's, else the defaults.
+    """Return these settings; None becomes the inherited value, else that of the environment, else the default.
 
     ``default`` is the timeout if nothing else sets one, by default that of `qcomp.comm.world`.
     """
@@ -36,7 +36,7 @@ def patience(*, timeout: Any = None, silence: Any = None, default: float | None 
 
 
 def inherit(*, timeout: Any = None, silence: Any = None) -> None:
-    """From now on, give these settings, unless None, to all communicators that are made without their own."""
+    """Give these settings, unless None, to all later communicators that are made without settings."""
     given = {"timeout": timeout, "silence": silence}
     _inherited.update({name: _seconds(name, x) for name, x in given.items() if x is not None})
 

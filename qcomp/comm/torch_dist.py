@@ -46,7 +46,7 @@ _created: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 _alive: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 _of_parents: list[Any] = []
-"""The process groups of all ranks in which a parent of this process takes part."""
+"""The default process groups, which hold all ranks, of the parents of this process."""
 
 
 class TorchCommunicator(Verbs):
@@ -60,14 +60,15 @@ class TorchCommunicator(Verbs):
     mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
 
     A header of 16 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb, a
-    digest of whose exchange it is, and all sizes, so that a difference is an error on all ranks, and nothing is
+    digest of the exchange's owner, and all sizes, so that a difference is an error on all ranks, and nothing is
     truncated.
 
     Every two ranks have one more TCP connection. Ranks that wait for a rank learn within a second that its process has
     died, even in the middle of a message, where gloo notices nothing, and within 20 seconds that its machine is cut
     off. A process that is silent for as long holds Python's lock or is stopped: the ranks that wait for it warn, and
-    wait until the timeout. A rank whose exchange fails tells the others why. The same holds while ranks create theirs.
-    If a rank ends before it creates its own, the others notice at once if `group` has gloo, else after the timeout.
+    wait until the timeout. A rank whose exchange fails tells the others why. The same holds while ranks create their
+    communicators. If a rank ends before it creates one, the others notice at once if `group` has gloo, else after the
+    timeout.
 
     A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there.
 
@@ -79,12 +80,12 @@ class TorchCommunicator(Verbs):
         By default all ranks.
     timeout : float, optional
         Seconds that a rank waits for the others in an exchange. With nccl, if a peer dies after the exchange of
-        headers, the watchdog of torch.distributed ends the process after the timeout of `group`. By default what
-        `qcomp.comm.world` was given, else the environment variable QCOMP_TIMEOUT, else the timeout of `group`.
+        headers, the watchdog of torch.distributed ends the process after the timeout of `group`. By default the value
+        that `qcomp.comm.world` was given, else the environment variable QCOMP_TIMEOUT, else the timeout of `group`.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as lost. A Python thread gives these signs four times
-        in this time, so choose it longer than any other code of a rank holds Python's lock. By default what
-        `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
+        Seconds without a sign of life after which a rank counts as lost. A Python thread gives four such signs in this
+        time, which must therefore be longer than any other code of a rank holds Python's lock. By default the value
+        that `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
         only reported.
 
     Attributes
@@ -107,8 +108,8 @@ class TorchCommunicator(Verbs):
     ValueError
         If `timeout` or `silence` is not positive, or the group has another backend.
     CommunicatorError
-        If torch.distributed is not initialised, or was by a parent process, or another rank ends or does not create
-        its own in time.
+        If torch.distributed is not initialised, or a parent process initialised it, or another rank ends or does not
+        create its communicator in time.
 
     Warns
     -----
@@ -183,7 +184,7 @@ class TorchCommunicator(Verbs):
         ValueError
             If a number is out of range.
         CommunicatorError
-            If another rank ends or does not create its own in time.
+            If another rank ends or does not create its communicator in time.
         """
         waits = patience(timeout=timeout, silence=silence)
         if not 0 <= rank < size:
@@ -325,7 +326,7 @@ class TorchCommunicator(Verbs):
         return self._lifelines.silent()
 
     def _connected(self, store: Any) -> Any:
-        """Return gloo connections between all ranks, each of which has come."""
+        """Return gloo connections between all ranks, all of which have come."""
         made = []
 
         def make() -> None:
@@ -390,7 +391,7 @@ class TorchCommunicator(Verbs):
 
 
 def over_ranks(of: Any) -> Any:
-    """Return a communicator of a process group's ranks, or the communicator that it is given; else raise TypeError."""
+    """Return a communicator of a process group's ranks, or the given communicator; else raise TypeError."""
     if isinstance(of, dist.ProcessGroup):
         return TorchCommunicator(of)
     require_communicator(of)

@@ -24,7 +24,7 @@ _PAYLOAD_TAGS = 3
 _OWNER_BYTES = 512
 """Bytes in which ranks tell each other their owners, once these differ."""
 _OWNER_SECONDS = 2.0
-"""How long a rank waits for that."""
+"""How long a rank waits for the owners."""
 _IN_TURN_FROM = 1 << 16
 """Smallest payload that is sent in turn, in bytes; the time of shorter ones is mostly latency."""
 _AT_ONCE = timedelta(milliseconds=1)
@@ -248,7 +248,7 @@ class TorchExchange:
             raise CommunicatorError(problem)
 
     def _owners(self) -> dict[int, str]:
-        """Return what each rank tells of its owner; all ranks have seen that these differ."""
+        """Return what each rank tells about its owner; all ranks have seen that the owners differ."""
         own = told(self._owner)
         data = bytearray(own.encode()[:_OWNER_BYTES].ljust(_OWNER_BYTES))
         message = torch.frombuffer(data, dtype=torch.uint8)
@@ -259,7 +259,7 @@ class TorchExchange:
         def wait(work: Any) -> None:
             work.wait(timedelta(seconds=max(0.0, end - time.monotonic())) + _AT_ONCE)
 
-        # A rank may compute, and read its headers later; or it has done so, and is gone.
+        # A rank may still compute and read its headers later, or it has read them and is gone.
         with contextlib.suppress(RuntimeError):
             works = [self._comm.post_receive(text, peer, _OWNER_TAG) for peer, text in arriving.items()]
             own_works = [self._comm.post_send(message, peer, _OWNER_TAG) for peer in self.peers]
@@ -275,7 +275,7 @@ class TorchExchange:
         for index, (peer, work) in enumerate(works):
             left = timedelta(seconds=max(0.0, self._deadline - time.monotonic()))
             try:
-                work.wait(left + _AT_ONCE)  # torch cuts off what is less than a millisecond
+                work.wait(left + _AT_ONCE)  # torch rounds down to whole milliseconds
             except RuntimeError as error:
                 if time.monotonic() < self._deadline:
                     raise self._gone(peer, error) from error
@@ -295,7 +295,7 @@ def _is_over(work: Any) -> bool:
 
 
 def _tag(payload: Any) -> int:
-    # Tags are 31 bits wide. Two sizes with one tag are 2 GiB apart.
+    # Tags are 31 bits wide. Two sizes with the same tag are 2 GiB apart.
     return int(_PAYLOAD_TAGS + payload.shape[0] % (2**31 - _PAYLOAD_TAGS))
 
 

@@ -24,8 +24,8 @@ def is_of_transport(error: RuntimeError) -> bool:
     """Return whether torch.distributed has raised an error.
 
     Other errors have the same class. If a data loader's worker dies, torch raises a RuntimeError in a handler of
-    signals, which Python calls anywhere in the main thread. So the place counts: an error of torch.distributed comes
-    from its own Python code, or from below qcomp's.
+    signals, which Python calls anywhere in the main thread. So the place decides: torch.distributed raises its errors
+    in its own Python code, or directly below qcomp's.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -66,7 +66,7 @@ class StoreMeeting:
             self._store.set(_FAILED, f"{_WHO}: rank {self._rank} failed: {reason}")
 
     def _await(self, key: str, missing: set[int], check: Callable[[], None]) -> str:
-        """Return what the store has under a key, once it is there."""
+        """Return the value of a key in the store, once it is set."""
         pause = _FIRST_PAUSE
         while True:
             with transport_errors(f"{_WHO}: the store in which the ranks meet failed"):

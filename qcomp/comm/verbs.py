@@ -76,7 +76,7 @@ class Verbs(ABC):
     ) -> list[Array]:
         """Send ``send[r]`` to rank r and receive ``receive[r]`` bytes from it.
 
-        Whoever returns True from `compares_owners` raises MismatchError on every rank if the owners differ; others
+        A class whose `compares_owners` is True raises MismatchError on every rank if the owners differ; other classes
         ignore the owner.
         """
 
@@ -90,12 +90,12 @@ class Verbs(ABC):
     def compares_owners(self) -> bool:
         """Whether `_exchange` and `_start` raise MismatchError on every rank if the owners differ; by default not.
 
-        If not, a frame around each message has a digest of the owner, and whoever receives it compares.
+        If not, each message is sent with a digest of the owner, which the receiver compares.
         """
         return False
 
     def run(self, request: Exchange) -> list[Array]:
-        """Complete an exchange, and compare its owner on all ranks if it `compares_owners`.
+        """Complete an exchange, and compare its owner on all ranks if the communicator `compares_owners`.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ class Verbs(ABC):
         Raises
         ------
         MismatchError
-            On every rank, if it compares owners, and the ranks exchange for different ones.
+            On every rank, if the communicator compares owners, and the owners differ.
         CommunicatorError
             As for the verbs.
         """
@@ -164,7 +164,7 @@ class Verbs(ABC):
         Returns
         -------
         list of arrays, shape (receive[r],), dtype uint8
-            Of the library and device of ``send[r]``.
+            In the library and on the device of ``send[r]``.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class Verbs(ABC):
         Returns
         -------
         list of arrays, shape (receive[r],), dtype uint8
-            Of the library and device of `send`.
+            In the library and on the device of `send`.
 
         Raises
         ------

@@ -86,7 +86,7 @@ class Waiter:
         return not self.is_waiting
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the thread, at most for some seconds."""
+        """Wait for the thread to end, for at most ``timeout`` seconds."""
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(timeout)
 

@@ -51,10 +51,11 @@ def broadcast_stages(tensors: Sequence[Array], *, root: int, rank: int, size: in
 def first_values(
     tensors: Sequence[Array], names: tuple[str, ...], *, rank: int, size: int
 ) -> Stages[dict[int, Array]]:
-    """Return copies of rank 0's parameters by their numbers: of those alone that differ between the ranks.
+    """Return copies of rank 0's parameters, by number, for the parameters that differ between the ranks.
 
-    If the ranks differ in names, shapes or dtypes it returns none, and the start of an optimizer says more. Sends a
-    digest of each to all others, and of those that differ what `broadcast_stages` sends.
+    If the ranks differ in names, shapes or dtypes, it returns none, and the start of an optimizer raises an error that
+    says more. Sends a digest of each parameter to all others, and sends differing parameters as `broadcast_stages`
+    does.
     """
     found = _first_values(tensors, names, rank, size)
     return (yield from owned(found, Owner("optimizer", 0, names, 0, "init")))

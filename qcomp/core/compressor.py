@@ -116,7 +116,7 @@ class Compressor(ABC):
     def fields_by_bucket(self) -> bool:
         """Whether each field of a payload has the first bucket's part first, then the second bucket's, and so on.
 
-        Then the payload of a vector can be made of its buckets' payloads, and `qcomp.jax` compresses the buckets of
+        If so, the payload of a vector can be made of its buckets' payloads, and `qcomp.jax` compresses the buckets of
         many tensors at once. By default False, which is always right.
         """
         return False

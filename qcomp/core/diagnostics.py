@@ -50,7 +50,7 @@ class _LastSteps(NamedTuple):
         return _LastSteps(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
 
     def direction(self) -> float:
-        """Return the cosine of both sums."""
+        """Return the cosine of the summed samples."""
         return _cosine(sum(self.means[1:], self.means[0]), sum(self.exact[1:], self.exact[0]))
 
 
@@ -218,7 +218,7 @@ class Notes:
     def __init__(self, most: int, *, exact: bool = False) -> None:
         self.most = most
         self.of_exact = exact
-        """Whether an exact part is recorded where nothing is compressed."""
+        """Whether to record an exact part if nothing is compressed."""
         self.part: AveragePart | None = None
         self.means: Array | None = None
         self.exact: Array | None = None

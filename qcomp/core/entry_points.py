@@ -13,13 +13,13 @@ GROUPS = {
     "topology": "qcomp.topologies",
     "kernel set": "qcomp.kernels",
 }
-"""The group of entry points of each kind of thing that packages may add."""
+"""The group of entry points for each kind of object that packages may add."""
 
 
 def offered(kind: str, known: Mapping[str, type]) -> dict[str, EntryPoint]:
     """Return the entry points of installed packages for a kind of thing, by name.
 
-    An entry point may lead to a class that is known already: its package may have registered it when it was imported.
+    An entry point may lead to a class that is known already: the import of its package may have registered the class.
     Raises ValueError if two packages offer one name, or a package offers a name that is known as another class.
     """
     from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the time of `import qcomp`)

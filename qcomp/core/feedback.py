@@ -54,7 +54,7 @@ def compress(
     ValueError
         If the residual would grow without bound, or the shapes differ.
     NonFiniteError
-        If x is not finite; the residual is unchanged then, also with ``donate``.
+        If x is not finite; the residual is then unchanged, even with ``donate``.
 
     Notes
     -----
@@ -76,7 +76,7 @@ def compress(
 def compensated(
     compressor: Compressor, x: Array, residual: Kind, *, key: Key | None = None, donate: bool = False
 ) -> tuple[Payload, Kind]:
-    """Do what `compress` does, for a single call also with a compressor whose residuals would diverge."""
+    """Do what `compress` does, but accept a compressor whose residuals would diverge over many calls."""
     require_dense(x, "x")
     require_dense(residual, "residual")
     if tuple(residual.shape) != tuple(x.shape):

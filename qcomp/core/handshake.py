@@ -108,9 +108,9 @@ def _facts(text: str, rank: int) -> dict[str, object]:
 
 
 def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array) -> None:
-    """Raise on every rank if any has a problem, before anything has changed: its own there, `MismatchError` elsewhere.
+    """If any rank has a problem, raise it there and `MismatchError` on all others, before anything has changed.
 
-    ``problem`` keeps this rank from continuing, and ``what`` says from what, such as ``"load its state"``.
+    ``problem`` keeps this rank from continuing; ``what`` names what it cannot do, such as ``"load its state"``.
     """
     drive(agree_stages(problem, what=what, size=comm.size, like=like), comm)
 

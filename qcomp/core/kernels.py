@@ -76,7 +76,7 @@ class EncodedFrame(NamedTuple):
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
-    Its other methods are kernels, each with the name of the primitive that it replaces. A set has any of them;
+    Its other methods are kernels, each with the name of the primitive that it replaces. A set may have any of them;
     ``docs/extend/kernels.md`` lists all. A kernel gets all arguments, optional ones too. It returns None if it does not
     serve them, for instance if arrays have different dtypes, and has then written nothing. It never gets a compressor
     that has a coder, only the plain compressor whose payloads the coder shortens.

@@ -83,14 +83,14 @@ Result = TypeVar("Result")
 def primitive(
     like: str, *, several: bool = False
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let kernels of its name replace a pure function, which defines their arguments and their results.
+    """Let kernels with the name of a pure function replace it; the function defines their arguments and results.
 
     Parameters
     ----------
     like : str
-        The argument whose kernels are asked. They get all arguments, and the pure function runs if they return None.
+        The argument that selects the kernel. The kernel gets all arguments; the pure function runs if it returns None.
     several : bool
-        Whether this argument is a sequence of arrays, whose first one decides.
+        Whether this argument is a sequence of arrays, the first of which decides.
     """
 
     def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -120,7 +120,7 @@ def empty_like(x: Array) -> Array | None:
 
 @primitive("arrays", several=True)
 def empty_likes(arrays: Sequence[Array]) -> list[Array | None]:
-    """Return `empty_like` of each of several arrays of one library and device."""
+    """Apply `empty_like` to each of several arrays of one library and device."""
     return [empty_like(x) for x in arrays]
 
 
@@ -140,13 +140,13 @@ def encode(
     compressor : AnyCompressor
     x : array of float16, bfloat16, float32 or float64
     residual : array or None
-        Of the shape of x and the dtype in which x is computed.
+        Has the shape of x and the dtype in which x is computed.
     key : Key or None
         For compressors that draw.
     out : array, optional
         A buffer for the new residual: the old one, x itself if it has the dtype of the residual, or one that shares
-        memory with neither, which is the fastest. If x is the buffer, it is used up; if the old residual is, it is used
-        up only if nothing is out of range.
+        memory with neither, which is the fastest. x is used up if it is the buffer; the old residual is used up only if
+        nothing is out of range.
     blend : Blend, optional
         Compress the `momentum` of its m and x instead of x; a kernel may do both at once.
 
@@ -198,7 +198,7 @@ def encode(
     else:
         refused = out_of_range(values, limit)
         accepted = refused == 0
-        # Refused values are meaningless, but all that follows must process them: so it gets zeros.
+        # The code below must process refused values, although they are meaningless: so it gets zeros.
         if not is_traced(values):
             values = xp.where(accepted, values, xp.zeros_like(values))
             compensated = xp.reshape(values, compensated.shape)
@@ -387,7 +387,7 @@ def compress_mean(
     compressor, payloads, like
         See `average`.
     residual : array or None
-        Of the shape and dtype of ``like``; it is not written to.
+        Has the shape and dtype of ``like``; it is not written to.
     key : Key or None
         For compressors that draw.
     out : array, optional
@@ -454,7 +454,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
     p : array
         Parameters.
     d : array
-        A direction, of the shape of p and the dtype in which p is computed.
+        A direction, with the shape of p, in the dtype in which p is computed.
     rate : float
         Learning rate.
     decay : float
@@ -508,7 +508,7 @@ def frozen_steps(
     *,
     donate: bool = False,
 ) -> list[tuple[Array, Array]]:
-    """Return `frozen_step` of each of several tensors.
+    """Apply `frozen_step` to each of several tensors.
 
     Parameters
     ----------
@@ -595,7 +595,7 @@ def compensate(
     ----------
     x : array, shape (size,)
     residual : array, shape (size,), or None
-        Of the dtype in which x is computed; None for values that are exact.
+        Has the dtype in which x is computed; None for values that are exact.
     what : str
         What refuses values, for error texts, such as the spec string of a compressor.
     out : array, optional
@@ -604,8 +604,8 @@ def compensate(
     Raises
     ------
     NonFiniteError
-        If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned; x is used
-        up then if it is ``out``.
+        If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned; if x is
+        ``out``, it is then used up.
     """
     exact = residual is None
     limit = exact_bounds(x)[1] if exact else LIMIT
@@ -635,16 +635,16 @@ _BLOCK = 1 << 15
 def take_low_rank(
     left: Array, right: Array, matrix: Array, *, out: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return a matrix of low rank, and another matrix minus that one; the other matrix is used up.
+    """Return the product of two factors, and ``matrix`` minus the product; ``matrix`` is used up.
 
     Parameters
     ----------
     left, right : array, shapes (rank, rows) and (rank, columns)
         The factors. The magnitudes of two elements whose product is not zero must multiply to at least 2^-102.
     matrix : array, shape (rows * columns,)
-        Of the dtype of the factors.
+        Has the dtype of the factors.
     out : array, shape (rows * columns,), optional
-        A buffer for the matrix of low rank.
+        A buffer for the product.
 
     Returns
     -------

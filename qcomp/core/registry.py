@@ -59,7 +59,7 @@ def compressor(spec: str) -> Compressor:
     ------
     ValueError
         If the name or a field is unknown, a value is not one that the field takes, or the spec has more than 1000
-        characters, also with all options written out.
+        characters, as given or with all options written out.
 
     Examples
     --------

@@ -14,7 +14,7 @@ _EXPECTED: dict[Any, str] = {
 
 
 def plain_numbers(settings: Any) -> None:
-    """Replace the numbers of a frozen dataclass by Python's own; raise TypeError for fields that must be numbers.
+    """Replace the numbers of a frozen dataclass by Python's own; raise TypeError if a number field holds anything else.
 
     A NumPy scalar of float64 would make float32 arrays float64. And it equals a number of Python, so a cache would
     return the results for one where the other is given. The class that introduces a field says what it may hold: a

@@ -9,7 +9,7 @@ from qcomp.core.numeric.arrays import Array
 
 
 class OptimizerState(NamedTuple):
-    """The state of an optimizer between two steps, equal on all ranks but for arrays of one rank, such as residuals.
+    """The state of an optimizer between two steps, equal on all ranks except arrays of one rank, such as residuals.
 
     Parameters
     ----------
@@ -26,7 +26,8 @@ class OptimizerState(NamedTuple):
     momentum : tuple of arrays
         The momentum of each parameter; empty if the optimizer keeps none.
     variance : tuple of arrays
-        Adam's second moment of each parameter; in the compressed stage the constant, bias-corrected one of the freeze.
+        Adam's second moment of each parameter; in the compressed stage, the constant, bias-corrected moment from the
+        freeze.
     exchange : MeanState
         The residuals of the compressed tensors.
     history : tuple of float

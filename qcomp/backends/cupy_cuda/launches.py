@@ -22,7 +22,7 @@ Scalars = tuple[np.generic, ...]
 _GROUP = 32
 """Elements of a bucket that a thread works on at once."""
 _MOST_LANES = 512
-"""The most threads that share a bucket; both numbers must equal those in ``buckets.cuh``."""
+"""The most threads that share a bucket. `_GROUP` and this number must equal those in ``buckets.cuh``."""
 _BLOCK = 128
 """Threads of a block, unless one bucket needs more."""
 _WORD = 0xFFFFFFFF
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
     grid: int
     block: int
     arguments: Scalars
-    """Of exactly the parameters' types. A pointer is a uint64, 0 if it is null."""
+    """Scalars of exactly the parameters' types. A pointer is a uint64, 0 if it is null."""
 
 
 class Runtime(Protocol):
@@ -206,13 +206,13 @@ def _weights(beta1: float, scale: float) -> Scalars:
 
 
 class _Codec(NamedTuple):
-    """A compressor as kernel family and arguments."""
+    """A compressor's kernel family and arguments."""
 
     family: str
     inner: BucketedCompressor
     """The compressor itself, or the one inside `Scaled`."""
     encoder: Scalars
-    """Arguments of the encoder that are specific to the family, without those that identify the draws."""
+    """The arguments that only encoders of this family take, except those that identify the draws."""
     decoder: Scalars
 
     def code_bytes(self, size: int) -> int:
@@ -221,7 +221,7 @@ class _Codec(NamedTuple):
 
 
 def _codec(compressor: AnyCompressor) -> _Codec | None:
-    """Return a compressor as family and arguments; None without a kernel. Subclasses have none: they may differ."""
+    """Return a compressor's family and arguments, or None without a kernel. Subclasses have none: they may differ."""
     inner, factor = compressor, np.float32(0)  # 0: none
     if type(compressor) is Scaled:
         inner, factor = compressor.compressor, np.float32(compressor.factor)

@@ -58,8 +58,8 @@ def _moved(p: Array, m: Array, v: Array, numbers: Mapping[str, Array]) -> Array:
 def _rounded(x: Array, numbers: Mapping[str, Array]) -> Array:
     """Return x unchanged, but force the compiler to round it first.
 
-    XLA fuses a product and a sum into one operation with one rounding, and turns two divisions into one by a product.
-    An integer operation on the bits prevents this: its operand is always 0, but known only at run time.
+    XLA fuses a product and a sum into one operation with one rounding, and turns x / a / b into x / (a * b). An integer
+    operation on the bits prevents this: its operand is always 0, but known only at run time.
     """
     nothing = numbers["nothing"]
     bits: Any = bitcast(x, nothing.dtype)

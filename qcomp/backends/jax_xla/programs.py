@@ -70,7 +70,7 @@ def encoder(
 
 @lru_cache(PROGRAMS)
 def decoder(compressor: AnyCompressor, layout: tuple[tuple[int, ...], str, bool]) -> Program:
-    """Return the program that decompresses to arrays of one shape and dtype, or adds to one."""
+    """Return the program that decompresses into arrays of one shape and dtype, or adds to such an array."""
     shape, name, accumulate = layout
     size = math.prod(shape)
 

@@ -42,7 +42,7 @@ def frozen_steps(
         Elements of each tensor.
     numbers : sequence of StepNumbers
     dtype : dtype
-        Of all arrays.
+        The dtype of all arrays.
     """
     _run(_frozen_steps, tensors, sizes, [(*step, step.weight_decay != 0) for step in numbers], dtype)
 
@@ -61,7 +61,7 @@ def adam_steps(
         Elements of each tensor.
     numbers : sequence of AdamNumbers
     dtype : dtype
-        Of all arrays.
+        The dtype of all arrays.
     """
     rows = [
         (

@@ -29,14 +29,15 @@ from qcomp.core.numeric.arrays import LIMIT
 from qcomp.core.numeric.random import Key
 
 Weights = tuple[float, float]
-"""keep and new: with a momentum m, keep * m + new * x is compressed instead of x, with both rounded to its dtype."""
+"""keep and new, rounded to the dtype of x: with a momentum m, keep * m + new * x is compressed instead of x."""
 NO_MOMENTUM: Weights = (0.0, 0.0)
 
 Mix = tuple[Floats, float, float]
 """m, keep and new: keep * m + new * x is compressed instead of x; m has the shape of x."""
 
 BLOCK = 1 << 17
-"""Elements of a block: it fits into a second-level cache of 1 MiB, yet kernel calls take little of the time."""
+"""Elements of a block: few enough for a second-level cache of 1 MiB, and enough to make the cost of kernel calls
+small."""
 
 _SAFE = LIMIT / 2
 """Rounding cannot raise a sum below this to the limit."""
@@ -108,7 +109,7 @@ class Encoder(NamedTuple):
     x: Floats
     vectors: ToEncode
     weights: Weights | None
-    """The weights of the momentum that x is blended into and of x, or None without a momentum."""
+    """The weights of the momentum and of x in their blend, or None without a momentum."""
 
 
 def encoder_of(

@@ -19,7 +19,8 @@ LOST = -1
 LONGEST_HALF = 12
 """Bits of the largest number that a gamma code may hold: more than any difference needs."""
 PADDING = 8
-"""Words beyond a decoder's end, or bytes beyond an encoder's: enough for an element that starts before the end."""
+"""Spare words after a decoder's input, or spare bytes after an encoder's output: enough for an element that starts
+before the end."""
 
 
 def encode(plain: memoryview, size: int, k: int, bucket_size: int, bits: int) -> bytes:
@@ -76,7 +77,7 @@ def _load(plain: Bytes, at: int, entries: int, width: int) -> int:
 
 @inline
 def _number(plain: Bytes, at: int) -> int:
-    """Return the number of a scale."""
+    """Return the *number* of a scale."""
     return (as_int(plain[at + 2]) | as_int(plain[at + 3]) << 8) >> DROPPED_BITS - 16
 
 

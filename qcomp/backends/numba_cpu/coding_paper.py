@@ -13,14 +13,15 @@ from qcomp.core.coding.qsgd_codes import DENSE, SPARSE
 from qcomp.core.errors import PayloadError
 
 TABULATED = 1 << 10
-"""A table holds the codewords of all smaller numbers, with their lengths in the lowest bits."""
+"""A table holds the codewords of all numbers below this one, with their lengths in the lowest bits."""
 LENGTH_BITS = 6
 PEEK = 12
 """Bits with which a decoder looks up a codeword in a table, unless the codeword is longer."""
 LONGEST = 40
 """Bits of the largest number that a decoder accepts: more than any vector has elements."""
 PADDING = 8
-"""Words beyond a decoder's end, or bytes beyond an encoder's: enough for a codeword that starts before the end."""
+"""Spare words after a decoder's input, or spare bytes after an encoder's output: enough for a codeword that starts
+before the end."""
 
 
 def encode(levels: memoryview, negative: memoryview) -> bytes:

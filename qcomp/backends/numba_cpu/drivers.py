@@ -1,8 +1,8 @@
 """The loops over vectors, ranks and buckets, which turn a family's functions for one bucket into kernels.
 
-``encode_bucket`` and ``decode_bucket`` compress and decompress a bucket. ``layout`` returns what they need to know of a
-payload, beginning with the ends of its codes and of the unused bytes after them. The family's own arguments, such as
-its settings and scratch arrays, are a tuple.
+``encode_bucket`` and ``decode_bucket`` compress and decompress a bucket. ``layout`` returns the facts about a payload
+that they need: first the end of its codes, then the end of the unused bytes after the codes. The family's own
+arguments, such as its settings and scratch arrays, are a tuple.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def encoder(
     Parameters
     ----------
     name : str
-        Of the kernel in the cache.
+        The kernel's name in the cache.
     own : str
         The types of the family's own arguments, as a tuple in numba's notation.
     layout : callable

@@ -43,7 +43,7 @@ from qcomp.core.traits import AnyCompressor
 
 
 def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
-    """Return the kernels of a compressor, which are kept, or None if there are none."""
+    """Return the kernels of a compressor, or None if there are none; they are cached."""
     c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
     if kind is Identity:
         return identity_kernels()
@@ -77,7 +77,7 @@ class Alike(NamedTuple):
     compressor: AnyCompressor
     kernels: CompressorKernels
     streams: bool
-    """Whether decoding all segments pays to write past the caches."""
+    """Whether it pays to write past the caches when all segments are decoded."""
     positions: Longs
     """The index of each segment's tensor in ``FramePlan.tensors``."""
     numbers: Longs
@@ -94,24 +94,24 @@ class Alike(NamedTuple):
     """The rows of `Decoded`, without addresses."""
     ends: Longs
     dtype: np.dtype[Any]
-    """Of the tensors."""
+    """The dtype of the tensors."""
 
     def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> ToEncode:
-        """Return the segments as a table, from the addresses of all tensors, by column, and of the messages."""
+        """Return the segments as a table, given the addresses of the messages and, for each column, of all tensors."""
         rows = self._into(messages, first_bucket)
         for column, of_tensors in addresses.items():
             rows[:, column] = of_tensors[self.positions] + self.starts
         return ToEncode(rows, self.ends, self.dtype)
 
     def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> ToEncode:
-        """Return the segments as a table, from the addresses of each one; new residuals overwrite the values."""
+        """Return the segments as a table, given the addresses of each segment; new residuals overwrite the values."""
         rows = self._into(messages, first_bucket)
         rows[:, VALUES] = rows[:, RESIDUAL_OUT] = values[self.numbers]
         rows[:, RESIDUAL] = residuals[self.numbers]
         return ToEncode(rows, self.ends, self.dtype)
 
     def decoded(self, vectors: Longs, payloads: Longs) -> Decoded:
-        """Return the segments as a table, from the address of each one, and the addresses of its payloads."""
+        """Return the segments as a table, given the address of each segment and the addresses of its payloads."""
         rows = self.received.copy()
         rows[:, OUT] = vectors
         return Decoded(rows, payloads, self.ends, self.dtype)
@@ -142,9 +142,9 @@ class FramePlan(NamedTuple):
     groups: tuple[Alike, ...] | None
     """The segments by compressor; None if the kernels cannot compress all of them."""
     dtype: np.dtype[Any]
-    """In which the segments are computed, if the kernels can compress all of them."""
+    """The dtype of the computation, if the kernels can compress all segments."""
     gaps: tuple[Longs, ...]
-    """The bytes in a message of each frame that belong to no payload."""
+    """For each frame, the bytes of a message that belong to no payload."""
 
 
 @lru_cache(256)  # a frame equals only itself

@@ -1,4 +1,4 @@
-"""Uncompressed values: `qcomp.core.compressors.identity`.
+"""The kernels of `qcomp.core.compressors.identity`: uncompressed values.
 
 Without a residual a payload holds x, or the momentum that x is blended into; with one it holds
 p = flush(flush(x) + residual), and residual' = 0.

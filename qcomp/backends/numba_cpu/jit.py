@@ -53,7 +53,7 @@ def inline(function: _Function) -> _Function:
 
 
 def inline_always(function: _Function) -> _Function:
-    """Compile a function that no kernel calls in its final code; calls cost a tenth of the time of a bucket."""
+    """Compile a function that is always inlined into its kernel: calls would take a tenth of a bucket's time."""
     compiled: _Function = numba.njit(**_OPTIONS, forceinline=True)(function)
     return compiled
 
@@ -215,7 +215,7 @@ def _folder() -> Path | None:
 
 @contextmanager
 def _alone(cache: str, name: str) -> Iterator[None]:
-    """Wait while another process compiles a kernel, which is then read from the cache; ranks start at the same time.
+    """Wait while another process compiles a kernel, so that this one finds it in the cache: ranks start together.
 
     On a disk without locks, each process compiles.
     """

@@ -183,7 +183,7 @@ class NumbaKernels:
         return Encoded(_as_array_of(like, data), None if residual is None else rest, None)
 
     def empty_likes(self, arrays: Sequence[Array]) -> list[Array] | None:
-        """Return `empty_like` of each of several arrays."""
+        """Apply `empty_like` to each of several arrays."""
         dtype, *others = {*map(computed_dtype, map(_DTYPE, arrays))} or {None}
         return None if others or dtype is None else _empties(arrays[0], map(_SHAPE, arrays), dtype)
 
@@ -459,12 +459,12 @@ def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
 
 
 def _as_arrays_of(x: Array, values: list[Any]) -> list[Array]:
-    """Return `_as_array_of` of each of several arrays."""
+    """Apply `_as_array_of` to each of several arrays."""
     return list(map(_torch().from_numpy, values)) if is_of_torch(type(x)) else values
 
 
 def _empties(like: Array, shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
-    """Return uninitialised arrays of these shapes and this dtype, of the library of another."""
+    """Return uninitialised arrays of these shapes and this dtype, in the library of ``like``."""
     return _as_arrays_of(like, empties(shapes, dtype))
 
 
@@ -481,7 +481,7 @@ def _are_writable(arrays: Sequence[Array]) -> bool:
 def _table(
     read: Sequence[Sequence[Array]], written: Sequence[Sequence[Array]], dtype: np.dtype[Any]
 ) -> tuple[Longs, list[int]] | None:
-    """Return the addresses of each tensor's arrays, one row per tensor, and its elements.
+    """Return the addresses of each tensor's arrays, one row per tensor, and the tensors' sizes.
 
     None if the kernels cannot access them all, or if the arrays of a tensor differ in shape.
     """

@@ -1,4 +1,4 @@
-"""Nearest rounding to the best levels for a normal distribution, with feedback: `qcomp.core.compressors.lloyd_max`.
+"""The kernels of `qcomp.core.compressors.lloyd_max`: nearest rounding to the best levels for a normal distribution.
 
 p = flush(flush(x) + residual); code = how many thresholds * (root mean p^2 of the bucket) are below |p|, with the sign
 in the top bit; step = <|p|, level> / ||level||^2, cut to 17 bits; residual' = flush(p - signed level * step).

@@ -33,7 +33,7 @@ def compensate(x: Floats, residual: Floats, out: Floats) -> float:
     ----------
     x : array, shape (n,)
     residual : array, shape (n,)
-        An empty one stands for zeros, and values that are exact.
+        An empty array stands for no residual, and exact values.
     out : array, shape (n,)
         May be x.
     """

@@ -97,7 +97,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def empties(shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-    """Return `empty` of each of several shapes."""
+    """Apply `empty` to each of several shapes."""
     size = dtype.itemsize
     return [
         np.empty(shape, dtype)

@@ -1,4 +1,4 @@
-"""Eight bits between the extremes of every bucket, with feedback: `qcomp.core.compressors.minmax`.
+"""The kernels of `qcomp.core.compressors.minmax`: eight bits between the extremes of every bucket, with feedback.
 
 p = flush(flush(x) + residual); step = (max - min) / 255, rounded up to 16 bits; base = a whole number of steps if the
 bucket spans zero, else min; code = rint(flush(p - base) / step), clamped to 0 to 255; residual' = flush(p - (base +

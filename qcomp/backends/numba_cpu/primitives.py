@@ -23,7 +23,7 @@ NEGLIGIBLE = F(2.0**-63)
 LIMIT = F(2.0**100)
 """The smallest magnitude that is refused."""
 EXACT_TINY, EXACT_LIMIT = (TINY, 2.0**-1022), (LIMIT, 2.0**996)
-"""The same two for float32, and for float64 that is sent exactly."""
+"""`TINY` and `LIMIT` for float32, and for float64 values that are sent exactly."""
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
 """The buffer of an encoder's new residual: none, the old residual's, a new one, or the buffer of x."""
@@ -89,7 +89,7 @@ _exponent = _masking("_exponent", {32: 0x7F800000, 64: 0x7FF0000000000000})
 
 @extending.intrinsic
 def with_sign(typing_context: Any, magnitude: Any, x: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Return a magnitude with the sign of x; `math.copysign` takes longer, since it may get negative ones."""
+    """Return a magnitude with the sign of x; `math.copysign` is slower, since it accepts negative magnitudes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         integer = ir.IntType(x.bitwidth)
@@ -119,14 +119,14 @@ def top_bit(x: np.float32) -> np.uint32:
 
 @inline
 def rounding(x: np.float32) -> np.float32:
-    """Return what leaves the nearest integer, half to even, in the last bits of a magnitude up to 2**22 if added."""
+    """Return the addend that leaves the nearest integer, half to even, in the last bits of a magnitude up to 2**22."""
     found: np.float32 = by_width(x, F(1.5 * 2.0**23), 1.5 * 2.0**52)
     return found
 
 
 @inline
 def flush(x: np.float32, tiny: np.float32 = TINY) -> np.float32:
-    """Return x, or +0 if |x| is below 2**-126 or another number; NaN stays NaN."""
+    """Return x, or +0 if |x| is below ``tiny``, by default 2**-126; NaN stays NaN."""
     return ZERO if abs(x) < tiny else x
 
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding to evenly spaced levels, with feedback: `qcomp.core.compressors.qsgd`.
+"""The kernels of `qcomp.core.compressors.qsgd`: stochastic rounding to evenly spaced levels, with feedback.
 
 p = flush(flush(x) + residual); step = norm of the bucket / levels, rounded up to 17 bits;
 position = min(|p| / step, levels); level = floor(position), plus 1 if draw < rint(fraction * 65536);
@@ -53,8 +53,8 @@ def qsgd_kernels(
 ) -> CompressorKernels:
     """Return the kernels of QSGD.
 
-    ``factor`` multiplies decoded values, as in `qcomp.Scaled`; one that rounds to 1 still counts. Of a bucket, ``held``
-    elements are from a vector and the rest are zeros, as in `qcomp.WholeFields`; None stands for all.
+    ``factor`` multiplies decoded values, as in `qcomp.Scaled`; a factor that rounds to 1 still clears a bit. A bucket
+    holds ``held`` elements of a vector, and zeros after them, as in `qcomp.WholeFields`; None stands for all elements.
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
     room = max(bucket_size, BATCH)
@@ -86,7 +86,7 @@ _LIKE = np.empty(0, dtype=np.float32)
 def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
     """Return norm / levels, rounded up until the bits of ``low`` are 0; see `qcomp.core.compressors.qsgd`.
 
-    A conversion from float64 may have made the step too small.
+    Rounding from float64 to float32 may have made the step too small.
     """
     if not norm > ZERO:
         return F(norm)

@@ -1,4 +1,4 @@
-"""Levels and steps back to values: the decoder of `qcomp.core.compressors.qsgd`, also inside `qcomp.Scaled`.
+"""The decoder of `qcomp.core.compressors.qsgd`, also inside `qcomp.Scaled`: levels and steps back to values.
 
 Bytes read and written per element, with b bits: b/8 and 4, plus 4 read to accumulate.
 """

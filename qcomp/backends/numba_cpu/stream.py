@@ -19,7 +19,7 @@ from qcomp.backends.numba_cpu.primitives import by_width
 _LANES = 8
 """Elements of a vector store: 32 bytes in float32, which every x86 with AVX supports; else the compiler splits it."""
 _LARGE = 1 << 23
-"""Elements from which an array is too large to be still in the caches when it is read."""
+"""An array with at least this many elements is no longer in the caches when it is read."""
 _SLOW = binding.get_host_cpu_name().startswith("znver")
 
 

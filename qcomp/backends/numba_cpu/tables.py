@@ -33,9 +33,9 @@ class ToEncode(NamedTuple):
     blended into, and of the payload, 0 where there is none; the number of values; the bytes of the payload; and the
     number of the first bucket, with which the draws begin."""
     ends: Longs
-    """The number of the bucket after the last of each vector; the last is the number of all buckets."""
+    """For each vector, the number of the bucket after its last one; the last entry is the number of all buckets."""
     dtype: np.dtype[Any]
-    """Of all vectors."""
+    """The dtype of all vectors."""
 
 
 class Decoded(NamedTuple):
@@ -46,13 +46,13 @@ class Decoded(NamedTuple):
     payloads: Longs
     """Shape (n, ranks): the addresses of the payloads."""
     ends: Longs
-    """The number of the bucket after the last of each vector; the last is the number of all buckets."""
+    """For each vector, the number of the bucket after its last one; the last entry is the number of all buckets."""
     dtype: np.dtype[Any]
-    """Of all vectors."""
+    """The dtype of all vectors."""
 
 
 def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
-    """Return the number of the bucket after the last of each vector."""
+    """Return, for each vector, the number of the bucket after its last one."""
     return np.cumsum([-(-size // bucket_size) for size in sizes], dtype=np.int64)
 
 
@@ -87,7 +87,7 @@ def addresses(
     *,
     written: bool = False,
 ) -> Longs | None:
-    """Return the addresses of arrays of one library, or of those with these numbers.
+    """Return the addresses of arrays of one library; with ``numbers``, only of the arrays at these indices.
 
     Returns None if one of them is not a contiguous array of this dtype in the memory of the CPU, or is read-only and
     will be written to.
@@ -136,7 +136,7 @@ def _computed_dtype(dtype: Any) -> np.dtype[Any] | None:
 
 
 computed_dtype: Callable[[Any], np.dtype[Any] | None] = cache(_computed_dtype)
-"""Returns NumPy's dtype of arrays with this dtype of their library, or None unless the kernels compute in it."""
+"""Returns the NumPy dtype that matches a library's dtype, or None if the kernels do not compute in it."""
 
 
 _NDIM, _CONTIGUOUS = attrgetter("ndim"), attrgetter("flags.c_contiguous")
@@ -187,7 +187,7 @@ def _bytes_at(address: int, size: int) -> Bytes:
 
 @inline
 def run_of(ends: Longs, number: int, first: int, last: int) -> tuple[int, int, int]:
-    """Return the vector from ``number`` on that holds bucket ``first``, and its buckets from there to ``last``."""
+    """Return the vector from ``number`` on that holds bucket ``first``, and the range of its buckets up to ``last``."""
     while ends[number] <= first:
         number += 1
     begin = ends[number - 1] if number > 0 else 0
@@ -196,7 +196,7 @@ def run_of(ends: Longs, number: int, first: int, last: int) -> tuple[int, int, i
 
 @inline
 def input_vectors(rows: Longs, number: int, like: Floats) -> tuple[Floats, Floats, Floats, Floats, Bytes]:
-    """Return a vector's values, old and new residual, momentum and payload; what does not exist is an empty array."""
+    """Return a vector's values, old and new residual, momentum and payload; an empty array stands for a missing one."""
     size = rows[number, 5]
     return (
         floats_at(rows[number, 0], size, like),

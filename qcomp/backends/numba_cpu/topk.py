@@ -1,12 +1,12 @@
-"""The largest elements of every bucket, with feedback: `qcomp.core.compressors.topk`.
+"""The kernels of `qcomp.core.compressors.topk`: the largest elements of every bucket, with feedback.
 
 p = flush(flush(x) + residual); C(p) keeps the k largest magnitudes of a bucket, the first ones among equals;
 residual' = flush(p - C(p)), which differs from p only in the kept elements.
 
 Bytes read and written per element, without the payload: encode with feedback 8 and 4, without 4 and 0; decode 0 and 4.
 To accumulate, 4 more are read, but only the kept elements are written. In the first-level cache, an encoder counts the
-magnitudes at or above a threshold, and tries other thresholds until it finds few more than k. It begins with the
-threshold of the bucket before. Only these candidates are compared with each other.
+magnitudes at or above a threshold, and tries other thresholds until it finds only a few more than k. It begins with the
+threshold of the previous bucket. Only these candidates are compared with each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from qcomp.core.compressors.sparse_levels import DROPPED_BITS
 EXACT = 32
 """The bits of a value that is not rounded."""
 ENOUGH = 4
-"""At most this many times k candidates count as few."""
+"""Candidates count as few if they are at most this many times k."""
 EIGHTHS = 1 << 20, 1 << 49
 """An eighth of an octave, in the bits of a float32 and of a float64."""
 HALF = U(1 << DROPPED_BITS - 1)
@@ -61,7 +61,7 @@ def _count_from(p: Floats, bits: int) -> int:
 
 @inline
 def _candidates_from(p: Floats, bits: int, found: Longs) -> int:
-    """Store the indices of all magnitudes whose bits are at or above some, and return how many there are."""
+    """Store the indices of all magnitudes whose bits are at least ``bits``, and return how many there are."""
     threshold = by_width(p, np.int32(bits), bits)
     count = 0
     for i in range(p.size):

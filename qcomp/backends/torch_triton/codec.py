@@ -1,6 +1,6 @@
 """The kernels that compress and decompress vectors tile by tile, with the functions of a family of compressors.
 
-A kernel takes the functions of a family as constants, so each family and choice of constants is compiled by itself.
+A kernel takes the functions of a family as constants, so each family and choice of constants is compiled separately.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Family(NamedTuple):
 
     It has the parameters of ``_encode`` in the families. The tile holds ``count`` buckets from bucket ``first`` on,
     each with ``filled`` elements in planes of ``width`` lanes; ``inside`` is the mask of its elements. The second scale
-    is None if the payload has one. ``stream`` holds the first three arguments of
+    is None if the payload has only one. ``stream`` holds the first three arguments of
     `qcomp.backends.torch_triton.philox.draws16`.
     """
     decode: Any
@@ -52,7 +52,7 @@ class Family(NamedTuple):
     decoder: tuple[Any, ...] = ()
     """The constants of ``decode``."""
     factor: float = 1.0
-    """The factor of decoded values, for `qcomp.Scaled`."""
+    """The factor that multiplies decoded values, for `qcomp.Scaled`."""
     options: Mapping[str, int] = {}
     """Options of the encoder's launch."""
 

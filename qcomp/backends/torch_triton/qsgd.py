@@ -1,4 +1,4 @@
-"""Stochastic rounding to evenly spaced levels, with feedback: `qcomp.core.compressors.qsgd`.
+"""The kernels of `qcomp.core.compressors.qsgd`: stochastic rounding to evenly spaced levels, with feedback.
 
 p = flush(flush(x) + residual); step = norm of the bucket / levels, rounded up to 17 bits;
 position = min(|p| / step, levels); level = floor(position), plus 1 if draw < rint(fraction * 65536);
@@ -32,7 +32,7 @@ from qcomp.core.compressors import QSGD
 
 
 def qsgd(c: QSGD, factor: float | None = None) -> Family:
-    """Return the functions of `QSGD`, or of a `Scaled` one, whose decoded values have a factor."""
+    """Return the functions of `QSGD`, or of a `Scaled` `QSGD`, which multiplies decoded values by a factor."""
     scaled = factor is not None
     return Family(
         c,

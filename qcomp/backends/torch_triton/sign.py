@@ -1,4 +1,4 @@
-"""The sign of every element and a scale for every bucket, with feedback: `qcomp.core.compressors.sign`.
+"""The kernels of `qcomp.core.compressors.sign`: the sign of every element and a scale for every bucket, with feedback.
 
 p = flush(flush(x) + residual); scale = mean |p| or root mean p^2 of the bucket; code = 1 where p < 0;
 residual' = flush(p - (scale or -scale)).

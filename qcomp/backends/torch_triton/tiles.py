@@ -22,7 +22,7 @@ MAX_BUCKET_SIZE = 1 << 15
 _TILE = 512
 """Elements of a tile of small buckets, and of a warp: four 16-byte loads per thread."""
 _MAX_WARPS = 16 if torch.version.hip else 32
-"""For at most 1024 threads; a warp of an AMD GPU may have 64."""
+"""The most warps, for at most 1024 threads; a warp of an AMD GPU may have 64."""
 
 
 class Cut(NamedTuple):

@@ -83,12 +83,12 @@ def neighbours(hosts: Sequence[str]) -> list[int | None]:
 
 
 def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[Route]] | None:
-    """Return the newest generation whose parts are all in some folder, and the routes of the parts to the ranks.
+    """Return the newest generation of which every part is in some folder, and the routes of the parts to the ranks.
 
-    ``listings`` has the names of the files in each rank's folder; ranks may share a folder. A route may begin and end
-    on the same rank. In a world of the same size, each rank gets its own part; otherwise every part goes to some rank,
-    and every rank gets at least one. None if the ranks never kept a generation together. Raises FileNotFoundError if
-    all ranks once kept their parts, but no generation is complete any more.
+    ``listings`` holds the file names in each rank's folder; ranks may share a folder. A route may begin and end on the
+    same rank. In a world of the same size, each rank gets its own part; otherwise every part goes to some rank, and
+    every rank gets at least one. None if the ranks never kept a generation together. Raises FileNotFoundError if all
+    ranks once kept their parts, but no generation is complete any more.
     """
     held: dict[Generation, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     agreed = set()
@@ -151,8 +151,8 @@ def carry_stages(
 ) -> Stages[dict[int, bytearray]]:
     """Send buffers between ranks in pieces, all routes in parallel, and return those that this rank receives.
 
-    A route has the source, the destination and the bytes of a buffer, the same on all ranks. Buffers are known by the
-    numbers of their routes. ``like`` gives the library and the device of the exchanged buffers.
+    A route is the source, the destination and the number of bytes of a buffer; all ranks pass the same routes. The
+    index of its route identifies a buffer. ``like`` gives the library and the device of the exchanged buffers.
     """
     outgoing: list[list[int]] = [[] for _ in range(size)]
     incoming: list[list[int]] = [[] for _ in range(size)]

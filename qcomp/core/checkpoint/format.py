@@ -157,7 +157,7 @@ def require_intact(entries: Mapping[str, Any]) -> None:
 
 
 def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> dict[str, Any]:
-    """Return a dict with the parameters renamed; its digests fit if they fitted before.
+    """Return a dict with the parameters renamed; digests that were valid stay valid.
 
     ``name_now`` returns the new name, or None if no parameter has the old one.
     """
@@ -166,7 +166,7 @@ def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> 
         number = NUMBER if str(key).startswith(NUMBER) else ""
         kind, dot, name = str(key).removeprefix(number).partition(".")
         at = start = ""
-        if name_now(name) is None:  # of a part of a tensor
+        if name_now(name) is None:  # the name of a part
             name, at, start = name.rpartition("@")
         now = name_now(name)
         return f"{number}{kind}{dot}{now}{at}{start}" if dot and now else key
@@ -178,7 +178,7 @@ def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> 
 
 
 def replaced(saved: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a dict with another value of an entry; its digest fits if it fitted before."""
+    """Return a dict with another value of an entry; a digest that was valid stays valid."""
 
     def told_now(told: dict[str, Any]) -> dict[str, Any]:
         fits = told.get(key) == _digest_of(key, saved[key])
@@ -189,7 +189,7 @@ def replaced(saved: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def _changed(digests: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return the text of the digests after a change; anything else as it is, which `require_intact` reports."""
+    """Return the text of the digests after a change; return anything else unchanged, for `require_intact` to report."""
     try:
         return json.dumps(change(dict(from_json(digests))))
     except (AttributeError, TypeError, ValueError):
@@ -197,7 +197,7 @@ def _changed(digests: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 
 def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each other entry; equal entries have equal digests in all libraries and formats."""
+    """Return the digest of each entry but `DIGESTS`; equal entries have equal digests in all libraries and formats."""
     return {key: _digest_of(key, entries[key]) for key in sorted(entries) if key != DIGESTS}
 
 
@@ -219,10 +219,10 @@ def from_state_dict(
 ) -> OptimizerState:
     """Return the state in a dict, in the form that ``begin`` returns for the dict's step and stage.
 
-    ``saved`` has the results of `read_scalars` and `read_arrays` together, of this rank. ``begin`` returns a state with
-    the arrays that the dict must have, and ``limits`` the accepted values of a state's numbers, by name. A number
-    without an entry must be finite if it is finite in the state from ``begin``. Raises ValueError if the dict belongs
-    to another model, or has a number that is not accepted.
+    ``saved`` joins this rank's results of `read_scalars` and `read_arrays`. ``begin`` returns a state with the arrays
+    that the dict must have. ``limits`` returns the accepted values of a state's numbers, by name; a number without
+    limits must be finite if it is finite in the state from ``begin``. Raises ValueError if the dict belongs to another
+    model, or has a number that is not accepted.
     """
     template = begin(saved["step"], saved["stage"])
     expected = dict(named_arrays(template, mean))
@@ -313,8 +313,9 @@ def require_fit(shape: Any, dtype: Any, like: Array, key: str) -> None:
 def require_sizes(saved: Mapping[str, Any], sizes: Iterable[int], template: Iterable[Array]) -> None:
     """Raise ValueError if a saved array is larger than any valid one, before its bytes are read.
 
-    ``sizes`` has the elements of each parameter. A state of another world may have other arrays than ``template``, but
-    none has more elements than both the largest array of ``template`` and all parameters together.
+    ``sizes`` holds the number of elements of each parameter. A state of another world may have other arrays than
+    ``template``, but none larger than the largest array of ``template`` or than all parameters together, whichever is
+    larger.
     """
     most = max(sum(sizes), *(math.prod(like.shape) for like in template), 0)
     for key, value in saved.items():

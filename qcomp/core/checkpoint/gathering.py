@@ -16,7 +16,7 @@ _OF_RANK = re.compile(r"rank (\d{1,10}) of (\d{1,10})")
 
 
 def of_rank(rank: int, size: int) -> str:
-    """Return the key of what belongs to one rank."""
+    """Return the key of one rank's entry."""
     return f"rank {rank} of {size}"
 
 
@@ -27,11 +27,11 @@ def rank_of(key: Any) -> tuple[int, int] | None:
 
 
 def states_in(saved: Any, rank: int, size: int) -> Any:
-    """Return what the core loads from a dict with the states of ranks under keys of `of_rank`, or a list of such dicts.
+    """Return the states to load from a dict of states of ranks under keys of `of_rank`, or from a list of such dicts.
 
-    This is the state of this rank; or, if only one of as many ranks has saved, that rank's state, which may fit every
-    rank; otherwise a list of all states. Anything else is returned as it is. The values of a dict are tuples with one
-    state.
+    If the dict has a state of this rank, return that. If its only state is that of another rank of ``size``, return it,
+    since it may fit every rank. Otherwise return a list of all states. Any other object is returned unchanged. The
+    values of a dict are tuples with one state.
     """
     if isinstance(saved, Sequence) and not isinstance(saved, str | bytes):
         of_each = [states_in(one, 0, 0) for one in saved]

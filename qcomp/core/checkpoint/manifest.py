@@ -1,6 +1,6 @@
 """Descriptions of saved dicts, which the ranks exchange before they resume in another world.
 
-If a dict has no arrays that only its rank has, it fits every rank.
+A dict fits every rank if it has no arrays that only its own rank has.
 """
 
 import math
@@ -27,7 +27,7 @@ CURES = (
     "Where one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, call gather_states() "
     "before it saves, on all ranks; lost='drop' loads a state without what is missing"
 )
-"""The advice to those who load the state of one rank alone."""
+"""The advice to callers who load the state of only one rank."""
 
 _RESIDUALS = (WORKER, SERVER)
 
@@ -39,12 +39,12 @@ _LONGEST = 100
 
 
 class Described(Protocol):
-    """The optimizer or outer loop whose states these are; see `qcomp.core.optimizers.replica.Replica`."""
+    """The optimizer or outer loop whose states are described; see `qcomp.core.optimizers.replica.Replica`."""
 
     resizes: bool
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return the mean whose residuals a state has."""
+        """Return the mean whose residuals a state holds."""
 
     def shapes_of(self, params: Sequence[Array]) -> list[tuple[int, ...]]:
         """Return the shapes of whole parameters."""
@@ -132,7 +132,7 @@ def require_no_problem(told: Sequence[Any]) -> None:
 def holders(held: Sequence[Any]) -> tuple[dict[int, int], int]:
     """Return the new rank that contributes the dict of each old rank, and the number of old ranks.
 
-    An old rank whose dict no rank has is not among the keys. ``held`` has the facts of every new rank.
+    An old rank whose dict no rank has is not among the keys. ``held`` holds the facts of every new rank.
     """
     require_no_problem(held)
     dicts = [(new, *fact) for new, facts in enumerate(held) for fact in facts]
@@ -224,9 +224,9 @@ def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, 
 
 
 def own_kinds_in(replica: Described, saved: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of arrays in a saved state that its rank alone has, in order; none if it fits every rank.
+    """Return the kinds of arrays in a saved state that only its rank has, sorted; none if the state fits every rank.
 
-    Numbers and texts are Python objects; of arrays, the keys are enough.
+    Numbers and texts are Python objects; only the keys of arrays are read.
     """
     present = {kind_of(key) for key in array_keys(saved)}
     return tuple(sorted(present.intersection(replica.differing_kinds(saved))))

@@ -1,4 +1,4 @@
-"""Resuming a saved state on another number of ranks, of which each may have only a part of the state."""
+"""Resuming a saved state on another number of ranks, each of which may have only a part of the state."""
 
 import json
 import math
@@ -66,12 +66,12 @@ class World:
     """The world in which a saved state resumes."""
 
     replica: Described
-    """What the state belongs to."""
+    """The optimizer or outer loop."""
     fresh: OptimizerState
-    """Its state before the first step, on this rank."""
+    """The state before the first step, on this rank."""
     params: Sequence[Array]
     strict: bool = True
-    """Whether only dicts are accepted that this replica would save, with the same compressors."""
+    """Whether to accept only dicts that this replica would save, with the same compressors."""
     lost: Collection[int] = ()
     """The old ranks whose own arrays are lost, and are zeros in their dicts; the same on all ranks."""
     drops: bool = False
@@ -122,7 +122,7 @@ class World:
         return dict(named_arrays(self.replica.enter(self.fresh._replace(step=step), stage), self.mean))
 
     def accept(self, one: Saved) -> None:
-        """Raise ValueError for the scalars of a dict that something else has saved."""
+        """If `strict`, raise ValueError unless this replica would save a dict with these scalars."""
         if self.strict:
             self.replica.require_maker(one)
 
@@ -140,18 +140,18 @@ class World:
 
 
 def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
-    """Return this rank's dict in a new world from the dicts of an old one, which the new ranks hold in any way.
+    """Return this rank's dict in a new world from the dicts of an old one, spread over the new ranks in any way.
 
-    In a world like the old one, every rank gets the dict with its own number, unchanged. If only other ranks serve some
-    chunks, as with and without ``tensorwise``, server residuals go to the new servers, unchanged. In any other world,
-    every worker residual becomes mean_i e_i + e_s of the old world, and server residuals become zero. Arrays of the
-    optimizer's own kinds become their means, arrays that exist once in the world go to their new owners, and everything
-    else, which must be equal in all dicts, stays the same. A server that is not a worker for its chunk, as around a
-    ring, gets 1/N of that worker residual: the share that it would have contributed to the mean as a worker. Parts of
-    tensors that are cut into shards go to the ranks that hold them now, unchanged. Where arrays of old ranks are lost,
-    the total lacks their residuals, the optimizer's own kinds are means over the other ranks, and arrays that exist
-    once begin at zero. If a dict is missing, its rank still counts among the old ranks, so no residual counts more than
-    once; in a hierarchy, where ranks of a node share residuals, a part is lost.
+    In a world like the old one, every rank gets the dict with its own number, unchanged. If the worlds differ only in
+    the servers of some chunks, as with and without ``tensorwise``, server residuals go to the new servers, unchanged.
+    In any other world, every worker residual becomes mean_i e_i + e_s of the old world, and server residuals become
+    zero. Arrays of the optimizer's own kinds become their means, arrays that exist once in the world go to their new
+    owners, and everything else, which must be equal in all dicts, stays the same. A server that is not a worker for its
+    chunk, as around a ring, gets 1/N of that worker residual: the share that it would have contributed to the mean as a
+    worker. Parts of tensors that are cut into shards go to the ranks that hold them now, unchanged. Where arrays of old
+    ranks are lost, the total lacks their residuals, the optimizer's own kinds are means over the other ranks, and
+    arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old ranks, so no
+    residual counts more than once; in a hierarchy, where ranks of a node share residuals, a part is lost.
 
     The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
     of `CompressedMean` continues to hold. Each rank sends the facts of its dicts as text, and 2 (N - 1) / N * 32 bits
@@ -223,7 +223,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         arrays = yield from _merge(mine, by, manifests, template, world, covered=covered, averaged=averaged)
         skipped = max(
             manifest.scalars["skipped"] for manifest in manifests.values()
-        )  # one rank may skip a step alone
+        )  # a rank may skip a step that others make
         scalars = {**manifests[min(by)].scalars, "skipped": skipped}
     require_no_problem((yield from _told(_damage(intact), world)))  # last, since other messages say more
     return {"schema": SCHEMA, **scalars, "rank": world.rank, "size": world.size, **arrays}
@@ -354,7 +354,7 @@ def _hand_over(
 def _warn_of_merging(
     differing: Sequence[str], averaged: Sequence[str], by: Mapping[int, int], size: int, world: World
 ) -> None:
-    """Warn, if ranks had arrays that others did not have, that they resume in another world, and of what is lost."""
+    """If ranks had arrays of their own, warn that they resume in another world, and say what is lost."""
     if not differing:
         return
     if not world.lost and len(by) == size:
@@ -390,7 +390,7 @@ def _merge(
 ) -> Stages[dict[str, Array]]:
     """Return the initial arrays of this rank in a different world.
 
-    ``covered`` is from `_require_mergeable`. Of the kinds in ``averaged``, every rank gets the mean over the old ranks.
+    ``covered`` is from `_require_mergeable`. Every rank gets the mean over the old ranks of the kinds in ``averaged``.
     """
     arrays = yield from _unmerged(mine, by, manifests, template, world, averaged=averaged)
 

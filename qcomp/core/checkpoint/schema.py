@@ -170,7 +170,7 @@ def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
     """Return an entry in its own type; equal values have the same type, whatever format they were saved in.
 
     Raises ValueError, which names the entry, its value and what was expected, if the entry is missing or not accepted.
-    ``saved`` may read the entry from a file only now; messages call it ``where``.
+    ``saved`` may only now read the entry from a file; messages name it by ``where``.
     """
     try:
         value = saved[key]

@@ -1,9 +1,9 @@
 """Codes of variable length for quantised vectors, on host bytes.
 
-``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder; `qcomp.core.coding.model` says how far it is from
-the entropy. Both code a level from 0 to 32767 and a sign for each element; the code does not include the scales of
-buckets. `encode_gaps` codes the payloads of sparse compressors. The loops run in the kernels of `qcomp.backends` if
-available; the versions here define every byte.
+``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder; `qcomp.core.coding.model` says how close its code
+comes to the entropy. Both code a level from 0 to 32767 and a sign for each element; the code does not include the
+scales of buckets. `encode_gaps` codes the payloads of sparse compressors. The loops run in the kernels of
+`qcomp.backends` if available; the versions here define every byte.
 """
 
 from qcomp.core.coding import gaps, planes, qsgd_codes, range_coder, rans
@@ -113,7 +113,8 @@ def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytear
 
     Parameters
     ----------
-    coding, largest As for `encode`.
+    coding, largest
+        As for `encode`.
     data : bytes-like
         What `encode` returned.
     size : int

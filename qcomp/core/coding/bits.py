@@ -1,6 +1,6 @@
 """Conversion of bits to bytes and back: the most significant bit of a byte first, the last byte padded with zeros.
 
-And 16-bit numbers to bytes and back, in little endian on every machine.
+Also conversion of 16-bit numbers to bytes and back, in little endian on every machine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BitReader:
         return part >> -self._at % 8 & (1 << length) - 1
 
     def align(self) -> int:
-        """Skip the padding of the last byte, and return the index of the next; raises PayloadError if it is not 0."""
+        """Skip the padding of the last byte, and return the next index; raises PayloadError if the padding is not 0."""
         if self.take(-self._at % 8):
             raise PayloadError("the coded bits are filled up with ones; expected zeros")
         return self._at // 8

@@ -77,7 +77,7 @@ def take_omega(bits: BitReader) -> int:
 
 
 def length(number: int) -> int:
-    """Return the bits of the omega codeword of a positive integer, by formula.
+    """Return the number of bits of the omega codeword of a positive integer, by formula.
 
     Examples
     --------

@@ -6,8 +6,9 @@ fine bits is chosen for each vector, so that the model's own size never dominate
 
 Levels up to 127 can have a class each: from a few thousand elements on, the code is then within a few per cent of the
 entropy. Of a larger level, all but the first `FINEST` + 1 bits are plain, as if the levels of a class were equally
-frequent. So they are among values that vary smoothly. But if few of many levels occur, as in a vector of one value, the
-code is longer than the entropy by up to b - `FINEST` - 1 bits per element, where b is the length of the largest level.
+frequent. Values that vary smoothly come close to that. But if only a few of many levels occur, as in a vector of one
+value, the code is longer than the entropy by up to b - `FINEST` - 1 bits per element, where b is the length of the
+largest level.
 
 The bits of the model: first the method in three bits, `FLAT` or 1 plus the fine bits of the classes. If it is not
 `FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A weight is
@@ -52,7 +53,7 @@ class Model(NamedTuple):
     units: list[int]
     """The share of each class; they add up to 2^13."""
     smallest: list[int]
-    """The level of each class whose spare bits are all zero."""
+    """The smallest level of each class, whose spare bits are all zero."""
     plain: list[int]
     """The number of plain bits after each class: the spare bits and the sign."""
 
@@ -68,7 +69,7 @@ def flat(largest: int) -> Model:
 
 
 def fit(counts: Sequence[int], largest: int) -> tuple[Model, bytes]:
-    """Return the model that makes a vector shortest, by an estimate in integers, and its bytes.
+    """Return the model that makes a vector's code shortest, by an estimate in integers, and the model's bytes.
 
     Parameters
     ----------

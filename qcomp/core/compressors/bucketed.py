@@ -70,7 +70,7 @@ class BucketedCompressor(Compressor):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """Whether the payload has a fixed length; a coder mixes buckets."""
+        """True unless there is a coder, which mixes buckets."""
         return self.coder is None
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002

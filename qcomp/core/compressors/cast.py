@@ -24,8 +24,8 @@ class Cast(Compressor):
     ----------
     dtype : {"bfloat16", "float16"}
         bfloat16 keeps float32's range and 8 significant bits: a contraction with relative error at most 2^-8. float16
-        keeps 11 bits in 2^-14 to 65504; smaller values have an absolute error of up to 2^-25, and larger ones raise an
-        error.
+        keeps 11 bits from 2^-14 to 65504; smaller values have an absolute error of up to 2^-25, and larger ones raise
+        an error.
 
     Notes
     -----
@@ -120,7 +120,7 @@ def _to_float16(x: Array) -> Array:
     xp = array_namespace(x)
     magnitude, sign = _split_sign(x)
     normal = _round_off(magnitude, 13) - _int32((127 - 15) << 10, magnitude)
-    # Below 2^-14 the code is a multiple of 2^-24; one that rounds up to 1024 is the smallest normal's.
+    # Below 2^-14 the code counts multiples of 2^-24; a count of 1024 is the code of the smallest normal number.
     small = xp.abs(x) < 2.0**-14
     subnormal = xp.round(xp.where(small, xp.abs(x), xp.zeros_like(x)) * 2.0**24)
     code = xp.where(small, xp.astype(subnormal, xp.int32), normal)

@@ -14,7 +14,8 @@ _STORED, _CODED = 0, 1
 
 _ONE_UP = bytes([*range(1, 256), 0])
 _ONE_DOWN = bytes([255, *range(255)])
-"""Tables that move the lower bytes of levels; a compressor whose lowest level is 1 has no more than 255."""
+"""Tables that raise and lower the low bytes of levels by one; a compressor with lowest level 1 has at most 255
+levels."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LevelCoder:
         return from_host_bytes(host_bytes(parts["step"]) + bytes([method]) + codes, data)
 
     def restore(self, data: Array, size: int) -> Array:
-        """Return the data of the plain payload; raises PayloadError unless the bytes are one of ``size`` elements."""
+        """Return the data of the plain payload; raises PayloadError unless the bytes hold ``size`` elements."""
         spec = self.plain.payload_spec(size)
         start = self.payload_spec(size).shortest
         raw = host_bytes(data)

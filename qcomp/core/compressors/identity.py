@@ -1,4 +1,4 @@
-"""No compression, with the same interface."""
+"""The compressor that leaves values as they are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -62,9 +62,9 @@ class LloydMax(BucketedCompressor):
 
     That is a contraction for every v of n elements. With a = |v| / rms(v), so that ||a||^2 = n and a <= sqrt(n), let m
     be the least l / a and r the largest l / a above the first threshold. Then <a, l> >= m n, and ||l||^2 <= r <a, l> +
-    n l_0^2, so delta(v) = <a, l>^2 / (n ||l||^2) >= m^2 / (r m + l_0^2), with m = min(l_k / t_(k+1), l_max /
-    sqrt(n)). `traits` has this bound; for values of a normal distribution, 1 - delta(v) is .363, .117, .0345 and .0095
-    for 1 to 4 bits. With 1 bit this is `ScaledSign`, bit for bit.
+    n l_0^2, so delta(v) = <a, l>^2 / (n ||l||^2) >= m^2 / (r m + l_0^2), with m = min(l_k / t_(k+1), l_max / sqrt(n)).
+    `traits` states this bound; for values of a normal distribution, 1 - delta(v) is .363, .117, .0345 and .0095 for 1
+    to 4 bits. With 1 bit this is `ScaledSign`, bit for bit.
 
     An element that is 0 becomes the smallest level. Sends bits + 32 / bucket_size bits per element, with a coder at
     most one byte more in total. Source: Max, "Quantizing for minimum distortion", 1960; Lloyd, "Least squares

@@ -1,4 +1,4 @@
-"""1-bit SGD: the sign of every element, and the mean of each sign in every column."""
+"""1-bit SGD: the sign of every element, and the mean of the elements of each sign in every column."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,11 +37,10 @@ class OneBitSGD(BucketedCompressor):
     -----
     The two means minimise the loss for this threshold. In every column the losses of each sign add up to 0, so <v -
     C(v), C(v)> = 0, and with m elements ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2, the loss of
-    `ScaledSign`. This holds up to the rounding of the means to float32. A column in which each sign has one value stays
-    exact in float32, so compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column, and 64
-    bits per column.
-    Source: Seide et al., Interspeech 2014, section 3; with feedback, two phases are the double quantization of their
-    section 3.2.
+    `ScaledSign`. This holds up to the rounding of the means to float32. A column whose elements of each sign are equal
+    stays exact in float32, so compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column,
+    and 64 bits per column. Source: Seide et al., Interspeech 2014, section 3; with feedback, two phases are the double
+    quantization of their section 3.2.
 
     Examples
     --------
@@ -93,7 +92,7 @@ class OneBitSGD(BucketedCompressor):
         block: Block,
         key: Key | None,  # noqa: ARG002
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Return the sign bits, and the mean of each sign in each column."""
+        """Return the sign bits, and the mean of the elements of each sign in each column."""
         xp = array_namespace(rows)
         negative = rows < 0
         elements, below = rows[:, : block.filled], negative[:, : block.filled]
@@ -101,7 +100,7 @@ class OneBitSGD(BucketedCompressor):
         return xp.astype(negative, xp.uint8), tuple(means)
 
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
-        """Return the mean of each element's sign."""
+        """Return the mean that each code stands for."""
         positive, negative = scales
         return array_namespace(codes).where(codes == 1, negative, positive)
 

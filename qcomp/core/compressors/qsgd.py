@@ -17,7 +17,7 @@ from qcomp.core.traits import Traits
 
 _MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
-"""An upper bound for what rounding the step up to 17 bits and the draws to 16 adds to the variance."""
+"""An upper bound of the variance that comes from rounding the step up to 17 bits, and the draws to 16."""
 
 
 @register
@@ -37,7 +37,7 @@ class QSGD(BucketedCompressor):
         for each bit that ``levels`` needs above 7. ``"max"`` has a much smaller variance; ``"l2"`` matches the paper's
         theory and makes sparse codes.
     coding : {"fixed", "elias", "range"}
-        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads get shorter the more
+        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads are shorter if more
         levels are small: ``"elias"`` is the paper's code, ``"range"`` comes close to the entropy of up to 127 levels.
         Larger levels that differ by less than 1/64 cost the same, however frequent each is.
 

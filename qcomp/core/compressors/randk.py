@@ -182,7 +182,7 @@ class RandK(Compressor):
         return min(self.k, block.length)
 
     def _held(self, block: Block) -> Block:
-        """Return the block of the kept elements of a block, with as many buckets."""
+        """Return the block that the kept elements of a block form, with the same number of buckets."""
         strata = self._strata(block)
         return Block(block.start, block.rows, max(8, strata), strata, block.first_bucket)
 

@@ -22,8 +22,8 @@ class WholeFields(Compressor):
 
     A field is the slice of a tensor at one index of its first two axes: kernel height * width consecutive elements of
     torch's ``Conv2d.weight``. A bucket holds as many whole fields as fit, padded with zeros: 512 elements hold 56
-    fields of 9 and 8 zeros. Tensors of up to two axes, and fields that divide a bucket or are larger than one, use the
-    wrapped compressor directly.
+    fields of 9 and 8 zeros. Tensors of up to two axes, and fields that divide a bucket or exceed it, use the wrapped
+    compressor directly.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class WholeFields(Compressor):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """As the wrapped compressor."""
+        """As for the wrapped compressor."""
         return self.compressor.fields_by_bucket
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:

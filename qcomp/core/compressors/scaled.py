@@ -78,7 +78,7 @@ class Scaled(Compressor):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """As the wrapped compressor."""
+        """As for the wrapped compressor."""
         return self.compressor.fields_by_bucket
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:

@@ -37,7 +37,7 @@ class GapCoder:
         return from_host_bytes(coding.encode_gaps(host_bytes(data), size, self._shape), data)
 
     def restore(self, data: Array, size: int) -> Array:
-        """Return the data of the plain payload; raises PayloadError unless the bytes are one of ``size`` elements."""
+        """Return the data of the plain payload; raises PayloadError unless the bytes hold ``size`` elements."""
         return from_host_bytes(coding.decode_gaps(host_bytes(data), size, self._shape), data)
 
     @property

@@ -78,7 +78,7 @@ def levels_of(magnitudes: Array, lowest: Array, step: Array, bits: int) -> Array
 
 
 def values_of(level: Array, negative: Array, lowest: Array, step: Array) -> Array:
-    """Return the signed values of levels; all arrays have one shape, the scales the dtype of the result."""
+    """Return the signed values of levels; all arrays have one shape, and the scales have the dtype of the result."""
     xp = array_namespace(lowest)
     magnitude = lowest + step * xp.astype(level, lowest.dtype)
     return flush(xp.where(negative, -magnitude, magnitude))

@@ -33,9 +33,9 @@ class TopK(Compressor):
     bucket_size : int
         Elements to choose from, a power of two from 8 to 65536.
     value_bits : int
-        32 sends the values in float32. 1 to 4 round each to a sign and one of 2^(value_bits - 1) magnitudes: 1 to the
-        mean magnitude of the kept elements of its bucket; 2 to the mean of those below that mean, or of the others; 3
-        and 4 to magnitudes evenly spaced from the smallest to the largest.
+        32 sends the values in float32. 1 to 4 round each to a sign and one of 2^(value_bits - 1) magnitudes: with 1,
+        the mean magnitude of the kept elements of its bucket; with 2, the mean of those below that mean, or of the
+        others; with 3 and 4, magnitudes evenly spaced from the smallest to the largest.
     coding : "fixed", optional
         For values of fewer than 32 bits: send positions in whole bytes, so that payloads have a fixed length. By
         default a coder on the host, which a compiler cannot trace, shortens them; see `qcomp.core.coding.gaps`.
@@ -50,8 +50,8 @@ class TopK(Compressor):
     1 / k); with more, it is min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2. The
     rounding of levels reduces delta by up to 2^-7 of it. The worst case needs one element far above k - 1 small ones;
     on gradients, the rounding error with 2 bits is one or two percent of the squared norm of the kept elements. A
-    payload of fixed length has 1 to 3 bytes for each of k elements, an index with the value below it, and 64 bits a
-    bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096; the positions alone need at
+    payload of fixed length has 1 to 3 bytes for each of k elements, an index with the value in lower bits, and 64 bits
+    a bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096; the positions alone need at
     least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after SparseLoCo, arXiv 2508.15706.
 
     Examples

@@ -42,7 +42,7 @@ class Seat(NamedTuple):
     size: int
     step: int
     copied: bool
-    """Whether the snapshot has a copy of the arrays that the rank to the left alone has."""
+    """Whether the snapshot has a copy of the arrays that only the rank to the left has."""
     owed: Sequence[Mapping[str, float]]
 
 

@@ -91,12 +91,12 @@ class Elastic:
     """Makes the steps of an optimizer, and lets ranks die, leave and join between any two exchanges.
 
     The steps give the same results as the optimizer's own, bit for bit. After a failed exchange, a rank still has the
-    `ElasticState` from before it. The remaining ranks make a new communicator, perhaps with new ranks, and call
-    `resume`: they go back to the last snapshot that all of them have, and convert its state to the new number of ranks.
-    If `resume` fails too, they repeat this.
+    `ElasticState` from before the exchange. The remaining ranks make a new communicator, perhaps with new ranks, and
+    call `resume`: they go back to the last snapshot that all of them have, and convert its state to the new number of
+    ranks. If `resume` fails too, they repeat this.
 
     Arrays that only one rank has are lost with it: residuals and, in some optimizers, momenta. With N ranks, E = mean_i
-    e_i + e_s is owed; of that, a dead rank d had D = e_d / N + e_s of the chunk that it served. After `resume`,
+    e_i + e_s is owed; of that, a dead rank d held D = e_d / N + e_s of the chunk that it served. After `resume`,
     residuals add up to exactly E - D: sent values plus residuals are the same as before, minus D.
 
     Parameters
@@ -225,7 +225,7 @@ class Elastic:
         ----------
         computation : callable
             Takes the current parameters and state, and returns stages that return the new ones. For an `OuterLoop`, it
-            makes the inner step from these parameters; in the warm-up, it averages the gradients before.
+            makes the inner step from these parameters; in the warm-up, it first averages the gradients.
         held, comm
             As for `step`.
 
@@ -410,9 +410,9 @@ class Elastic:
     def _followed(
         self, history: Sequence[Snapshot], new: Snapshot, last: Snapshot, *, exchanged: bool
     ) -> tuple[Snapshot, ...]:
-        """Return the snapshots to keep after a computation; ``last`` replaces the last one before it.
+        """Return the snapshots to keep after a computation; ``last`` replaces the newest one in ``history``.
 
-        If the computation exchanged anything, all ranks have completed the one before it.
+        If the computation exchanged anything, all ranks have completed the computation before it.
         """
         before = history[:-1]
         if not exchanged:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Array(Protocol):
-    """An array of any library, as type checkers see it: what the core uses of NumPy, CuPy, torch and JAX alike."""
+    """An array of any library, as type checkers see it: the operations that NumPy, CuPy, torch and JAX share."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -45,8 +45,8 @@ class Array(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Array)
-"""The type of an argument whose library the result has, too. Operators of `Array` lose it, so a function that returns
-what it has computed as Kind must tell the type checker to ignore that."""
+"""The type of an argument whose library is also that of the result. Operators of `Array` lose this type, so a function
+that returns a computed array as Kind must tell the type checker to ignore the difference."""
 
 
 class Mutable(Array, Protocol):
@@ -56,7 +56,7 @@ class Mutable(Array, Protocol):
 
 
 class Namespace(Protocol):
-    """The functions of an array library, of which all but these return arrays."""
+    """The functions of an array library; all but the attributes below return arrays."""
 
     __name__: str
     __array_namespace_info__: Any

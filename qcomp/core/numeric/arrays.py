@@ -78,7 +78,7 @@ LIMIT = 2.0**100
 """Magnitudes from here on are refused like infinities; below, no sum, range or norm of a bucket overflows."""
 
 _EXACT_FLOAT64 = 2.0**-1022, 2.0**996
-"""The same two for float64 that is sent exactly: the smallest normal number, and what 2^28 ranks can add up."""
+"""The same two bounds for float64 values sent exactly: the smallest normal number, and what 2^28 ranks can add up."""
 
 _ITEMSIZE = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
@@ -98,7 +98,7 @@ _namespaces: dict[object, Namespace] = {}
 
 
 def array_namespace(*arrays: Array) -> Namespace:
-    """Return the library of arrays like array-api-compat, with a cache: that lookup would dominate small calls."""
+    """Return the library of arrays, as array-api-compat does, but cached: its lookup would dominate small calls."""
     kind: object = type(arrays[0])
     if len(arrays) > 1 and any(type(x) is not kind for x in arrays):
         return array_api_compat.array_namespace(*arrays)
@@ -215,7 +215,7 @@ def _why_not(kind: Any) -> str | None:
         c.__module__.startswith("numpy") and c.__name__ in ("MaskedArray", "matrix") for c in kind.__mro__
     ):
         return "whose operators differ from an array's; expected a numpy.ndarray, such as numpy.asarray(x)"
-    if hasattr(kind, "compute"):  # dask's, which computes what a buffer holds again for each use
+    if hasattr(kind, "compute"):  # dask, which computes a buffer again at each use
         return "whose values are computed later; expected an array that has its values, such as x.compute()"
     return None
 
@@ -280,10 +280,10 @@ def to_compute_dtype(x: Array, *, argument: str = "x") -> Array:
 
 
 def detached(tensors: Sequence[Any]) -> list[Array]:
-    """Return tensors detached from automatic differentiation, which torch would record, and from a minus sign.
+    """Return tensors detached from torch's automatic differentiation, with pending negations carried out.
 
-    A torch tensor's memory may hold the negatives of its values, as that of ``z.conj().imag`` does. Torch then gives
-    neither its bits nor NumPy's view of it.
+    The memory of a torch tensor may hold the negatives of its values, as for ``z.conj().imag``. Torch then returns
+    neither its bits nor a NumPy view.
     """
     if not hasattr(type(tensors[0]), "detach"):
         return list(tensors)
@@ -488,8 +488,9 @@ def is_traced(x: Array) -> bool:
 def loop(turns: int, turn: Callable[[Any, Any], Any], values: tuple[Array, ...]) -> tuple[Array, ...]:
     """Return the values after ``turn(number, values)`` for each number below ``turns``, for traced arrays.
 
-    XLA computes cheap operations again for each use of their results. For turns that are written out one after the
-    other, this may take minutes to compile, and far longer to run; a loop runs once. It keeps shapes and dtypes.
+    XLA computes cheap operations again for each use of their results. So turns that are written out one after the other
+    may take minutes to compile, and far longer to run; a loop computes each turn once. ``turn`` must keep shapes and
+    dtypes.
     """
     lax = sys.modules["jax"].lax
     # Five turns in a row, since a GPU writes the values to memory between two iterations.

@@ -74,8 +74,8 @@ def orthonormal(rows: Array) -> Array:
 
     With the same bits in every library: each product loses its last bit before it is added.
 
-    Gram-Schmidt, in which every row is projected twice: then the rows are orthogonal to working precision, however
-    close to dependent they were. A row that is nothing but rounding errors may become any direction orthogonal to the
+    Gram-Schmidt, with two projections of every row: they make the rows orthogonal to working precision, however close
+    to dependent the rows were. A row that is nothing but rounding errors may become any direction orthogonal to the
     others, or zero.
 
     Parameters
@@ -99,7 +99,7 @@ def _projected(row: Array, basis: Array) -> Array:
     """Return the part of a row that is orthogonal to a basis."""
     if not basis.shape[-2]:
         return row
-    # Not by `matmul`, whose sums have other orders elsewhere.
+    # Not by `matmul`, whose order of summation differs between libraries.
     shares = without_small(_sums(truncate_last_bit(basis * row)), _LEAST)
     for index in range(basis.shape[-2]):
         row = row - truncate_last_bit(shares[..., index : index + 1, :] * basis[..., index : index + 1, :])

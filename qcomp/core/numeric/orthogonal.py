@@ -17,7 +17,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """(a, b, c) of p(s) = a s + b s^3 + c s^5, the map of each singular value in an iteration."""
 ITERATIONS = 5
 MOST_ON_GRAM = 3
-"""Iterations on one Gram matrix: rounding errors of its smallest eigenvalues grow 12-fold in each."""
+"""The most iterations on one Gram matrix: rounding errors of its smallest eigenvalues grow 12-fold in each."""
 EPS = 1e-7
 """The norm below which a matrix is not scaled up to norm 1, so that rounding errors do not become updates."""
 
@@ -38,7 +38,7 @@ def require_library(dtype: str, x: Array) -> None:
 
 
 def multiplications(rows: int, columns: int, iterations: int = ITERATIONS) -> int:
-    """Return the multiplications of `orthogonalize` for a matrix."""
+    """Return the number of multiplications of `orthogonalize` for a matrix."""
     less, more = sorted((rows, columns))
     if not _on_gram(less, more):
         return iterations * less * less * (2 * more + less)
@@ -93,7 +93,7 @@ def orthogonalize(
         if is_on_host(x) and not is_traced(x):  # few matrices need scaling, and values are at hand
             gram, squares = _squared(y, x.dtype)
             if not xp.all(xp.isfinite(squares)):
-                squares = None  # overflow; squares only vanish of elements far below EPS
+                squares = None  # overflow; only squares of elements far below EPS vanish
     if squares is None:
         # Scaled by a power of two first, since squares of float32 overflow from 2^64 on.
         axes = (-2, -1)
@@ -117,7 +117,7 @@ def _squared(y: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:
-    """Return y / norm, whose Gram matrix is given, after iterations on the matrix itself, times a factor."""
+    """Iterate on y / norm itself, whose Gram matrix is ``gram``, and return the result times a factor."""
     xp = array_namespace(y)
     a, b, c = COEFFICIENTS
     y = y / norm

@@ -128,7 +128,7 @@ class _Arithmetic:
     """Arithmetic on 32-bit words that are Python integers, or int32 arrays, which wrap around.
 
     int32 is the only integer dtype that adds, multiplies and shifts the same in every library: torch lacks arithmetic
-    on uint32, and JAX without 64-bit mode has no int64. There a product is computed from 16-bit limbs.
+    on uint32, and JAX without 64-bit mode has no int64. Without int64, products are computed from 16-bit limbs.
     """
 
     def __init__(self, like: Array | None) -> None:

@@ -20,7 +20,8 @@ from qcomp.core.numeric.arrays import (
 def tree_sum(rows: Array) -> Array:
     """Sum each row of an array of shape (rows, length), length a power of two: halves are added until one is left.
 
-    Plain IEEE additions in a fixed order, vectorised on a CPU and the shared-memory tree of a GPU block.
+    These are plain IEEE additions in a fixed order, which a CPU can vectorise and a GPU block can make in shared
+    memory.
     """
     while (length := rows.shape[1]) > 1:
         half = length // 2
@@ -41,7 +42,7 @@ def pad_to_power_of_two(rows: Array) -> Array:
 
 
 def mean_abs(rows: Array, count: int) -> Array:
-    """Return the sum of the magnitudes of each row over ``count``."""
+    """Return the sum of the magnitudes of each row, divided by ``count``."""
     return divide(tree_sum(array_namespace(rows).abs(rows)), count)
 
 
@@ -74,7 +75,7 @@ def power_of_two_below(x: Array) -> Array:
 
 
 def rms(rows: Array, count: int) -> Array:
-    """Return the root of the mean square of each row, the sum of squares over ``count``."""
+    """Return the root of each row's sum of squares divided by ``count``."""
     squares, power = _scaled_squares(rows)
     return sqrt(divide(squares, count)) * power
 

@@ -17,8 +17,8 @@ from qcomp.core.numeric.arrays import (
 NEW = 0.4
 """The weight of the newest matrix in the running average."""
 LEAST = 0.02
-"""The least singular value that counts, over the root mean square; with smaller ones, a whitener would not survive
-rounding."""
+"""The least singular value that counts, relative to the root mean square; with smaller ones, a whitener would not
+survive rounding."""
 
 
 def whitener(x: Array, before: Array) -> Array:
@@ -59,7 +59,7 @@ def _of_trace_1(gram: Array) -> Array:
 
 
 def whitened(x: Array, by: Array, shape: tuple[int, int]) -> Array:
-    """Return the product of a whitener and a flat matrix of this shape, on its shorter side, flat.
+    """Multiply a flat matrix of this shape by a whitener on its shorter side; return the flat product.
 
     All elements are NaN if x holds a value that compressors refuse: an infinity, a NaN or a magnitude of 2^100 or more.
     """
@@ -77,7 +77,7 @@ def unwhitened(y: Array, by: Array, shape: tuple[int, int]) -> Array:
 
 
 def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
-    """Return the product of a square matrix and a flat one of this shape, on its shorter side, flat."""
+    """Multiply a flat matrix of this shape by a square one on its shorter side; return the flat product."""
     xp = array_namespace(x)
     matrix = xp.reshape(x, shape)
     product = matmul(by, matrix) if shape[0] <= shape[1] else matmul(matrix, by)
