@@ -1,7 +1,7 @@
 """Ray Train starts the workers, and 1-bit Adam averages: start it with ``python examples/with_ray.py``.
 
-Needs ``pip install 'ray[train]'``. A worker that dies ends the run; Ray starts all workers again, from the last
-checkpoint, as often as ``max_failures`` says.
+Needs ``pip install 'ray[default,train]'``; without ``default``, Ray trains and warns every second. A worker that dies
+ends the run; Ray starts all workers again, from the last checkpoint, as often as ``max_failures`` says.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ray.train
 import torch
+import torch.distributed
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 from torch.nn import functional
@@ -21,35 +22,41 @@ STEPS, FREEZE, EVERY = 60, 20, 30
 
 def train_loop() -> None:
     """Train on this worker, from the last checkpoint if there is one."""
+    context = ray.train.get_context()
     torch.manual_seed(0)
-    model = prepare_model(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
+    network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    model = prepare_model(network)
+    wrapped = model if context.get_world_size() > 1 else None  # Ray does not wrap for one worker
     optimizer = qcomp.torch.OneBitAdam(
-        model.parameters(), lr=2e-3, betas=(0.9, 0.95), freeze=FREEZE, model=model
+        model.parameters(), lr=2e-3, betas=(0.9, 0.95), freeze=FREEZE, model=wrapped
     )
     first = 0
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             saved = torch.load(Path(folder, "state.pt"), weights_only=True)
-        model.module.load_state_dict(saved["model"])
+        network.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
 
-    context = ray.train.get_context()
-    draws = torch.Generator().manual_seed(1000 * first + context.get_world_rank())
+    test = torch.randn(1024, 64, generator=torch.Generator().manual_seed(1))  # the same on all workers
+    draws = torch.Generator().manual_seed(1000 * (first + 1) + context.get_world_rank())
     for step in range(first, STEPS):
         x = torch.randn(32, 64, generator=draws)
-        loss = functional.cross_entropy(model(x), x[:, :8].argmax(1))
-        loss.backward()
+        functional.cross_entropy(model(x), x[:, :8].argmax(1)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % EVERY:
             continue
+        with torch.no_grad():
+            loss = functional.cross_entropy(network(test), test[:, :8].argmax(1)).item()
+        losses = [0.0] * context.get_world_size()
+        torch.distributed.all_gather_object(losses, loss)  # equal, as the workers' parameters are
         optimizer.gather_states()  # on all workers, before the first of them saves
         with tempfile.TemporaryDirectory() as folder:
             if context.get_world_rank() == 0:
                 saved = {
-                    "model": model.module.state_dict(),
+                    "model": network.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "step": step + 1,
                 }
@@ -57,7 +64,8 @@ def train_loop() -> None:
                 kept = ray.train.Checkpoint.from_directory(folder)
             else:
                 kept = None
-            ray.train.report({"loss": loss.item(), "stage": optimizer.core_state.stage}, checkpoint=kept)
+            metrics = {"step": step + 1, "losses": losses, "stage": optimizer.core_state.stage}
+            ray.train.report(metrics, checkpoint=kept)
 
 
 def main() -> None:

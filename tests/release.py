@@ -21,8 +21,8 @@ KINDS = ("added", "changed", "removed", "fixed")
 OLD = 180
 """Days after which figures of benchmarks are told to be old."""
 NO_DEVICE = "not gpu and not nvrtc and not peers"
-README_COMMANDS = ("demo --steps 50", "info", "bench --help", "check --help", "show --help", "warmup --help")
-"""Commands of README's table, except for `qcomp plan`, which the tests of the pages run as it stands there."""
+README_COMMANDS = ("demo --steps 50", "info", "bench --help", "check --help", "warmup --help")
+"""All commands except for `qcomp plan`, which the tests of the pages run as it stands there."""
 SMOKE = """
 import hashlib, sys
 from importlib.util import find_spec
@@ -113,15 +113,18 @@ def no_changes_left(root: Path) -> str:
 
 
 def collect(root: Path, version: str = __version__) -> None:
-    """Move the files in changes/ into the changelog, under the version and today's date."""
+    """Move the files in changes/ into the changelog, to the end of what it says of the version, under today's date."""
     files = fragments(root)
-    today = datetime.datetime.now(datetime.UTC).date()
-    text = f"## {version} ({today})\n"
+    heading = f"## {version} ({datetime.datetime.now(datetime.UTC).date()})\n"
+    text = ""
     for kind in KINDS:
         found = [path.read_text().rstrip() for path in files if path.suffixes[-2] == f".{kind}"]
         text += f"\n### {kind.capitalize()}\n" + "\n".join(found) + "\n" if found else ""
-    before, heading, after = (root / "CHANGELOG.md").read_text().partition("\n## ")
-    (root / "CHANGELOG.md").write_text(f"{before}\n{text}{heading}{after}")
+    before, *sections = re.split(r"^(?=## )", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    if sections and sections[0].startswith(f"## {version} ("):  # collected before, and not yet tagged
+        text = "\n" + sections.pop(0).partition("\n")[2].strip("\n") + "\n" + text
+    after = "".join(f"\n{section}" if number == 0 else section for number, section in enumerate(sections))
+    (root / "CHANGELOG.md").write_text(before + heading + text + after)
     for path in files:
         path.unlink()
 

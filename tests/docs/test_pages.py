@@ -146,6 +146,12 @@ def test_every_block_says_its_language(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_a_heading_is_no_paragraph(page):
+    for heading in re.findall(r"^#+ .*$", pages.FENCE.sub("", page.read_text()), re.MULTILINE):
+        assert len(heading) < 120, heading
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_links_lead_somewhere(page):
     """Sphinx checks links to headings."""
     for link in re.findall(r"\]\(((?!http|#)[^)#\s]+)", pages.FENCE.sub("", page.read_text())):

@@ -56,8 +56,14 @@ def test_objects_that_are_not_arrays():
     comm = LocalCommunicator.alone()
     with pytest.raises(TypeError, match=r"params\[1\] is a float; expected an array"):
         OPT.init([PARAMS[0], 1.0], comm)
-    with pytest.raises(TypeError, match=r"params is a dict; expected list\(params.values\(\)\)"):
-        OPT.init(dict(zip(NAMES, PARAMS, strict=True)), comm)
+    named = dict(zip(NAMES, PARAMS, strict=True))
+    for given, expected in ((named, r"list\(params.values\(\)\)"), (named.values(), r"list\(params\)")):
+        with pytest.raises(TypeError, match=rf"params is a dict\w*; expected {expected}$"):
+            OPT.init(given, comm)
+    with pytest.raises(TypeError, match=r"grads is a dict; expected list\(grads.values\(\)\)$"):
+        step(named)
+    with pytest.raises(TypeError, match=r"x is a dict; expected list\(x.values\(\)\)$"):
+        qcomp.comm.broadcast(named, comm)
     with pytest.raises(TypeError, match=r"params\[0\] has dtype complex64"):
         OPT.init([np.ones(3, np.complex64)], comm)
 

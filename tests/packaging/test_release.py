@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 import qcomp
+from qcomp.cli.main import _COMMANDS as COMMANDS
 from tests import release
 from tests.release import Problem
 
@@ -120,6 +121,19 @@ def test_changes_are_collected(project):
     assert release.no_changes_left(project) == "none"
 
 
+def test_later_changes_join_those_of_the_same_version(project):
+    (project / "changes" / "a.added.md").write_text("- A.\n")
+    release.collect(project, "2.1")
+    path = project / "CHANGELOG.md"
+    path.write_text(path.read_text().replace(f"2.1 ({TODAY})", "2.1 (2026-01-02)"))
+    (project / "changes" / "b.fixed.md").write_text("- B.\n")
+    release.collect(project, "2.1")
+    assert path.read_text() == (
+        f"# Changelog\n\n## 2.1 ({TODAY})\n\n### Added\n- A.\n\n### Fixed\n- B.\n"
+        f"\n## 2.0 ({TODAY})\n- new\n\n## 0.9 (2026-01-01)\n- old\n"
+    )
+
+
 def test_all_steps_run_and_only_then_the_tag_is_printed(project, monkeypatch, capsys):
     def problem(root):
         raise Problem("it rains")
@@ -139,6 +153,10 @@ def test_the_page_has_every_step():
     page = (release.ROOT / "RELEASE.md").read_text()
     for step in release.STEPS:
         assert re.search(rf"^   \| .*\b{step}\b.* \|", page, re.MULTILINE | re.IGNORECASE), step
+
+
+def test_the_commands_that_a_release_runs_are_all_but_the_plan():
+    assert {command.split()[0] for command in release.README_COMMANDS} == set(COMMANDS) - {"plan"}
 
 
 def test_the_files_in_changes_have_names_and_lines_that_can_be_collected():

@@ -10,7 +10,7 @@ import math
 import operator
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
@@ -142,7 +142,9 @@ def require_dense(x: Any, argument: str) -> None:
     if hasattr(kind, "is_sparse") and (x.is_sparse or getattr(x, "is_sparse_csr", False)):
         raise TypeError(f"{argument} is sparse; expected a dense array, such as {argument}.to_dense()")
     if not is_array_api_obj(x):
-        raise TypeError(f"{argument} is a {kind_of_array(x)}; expected an array")
+        values = f"{argument}.values()" if isinstance(x, Mapping) else argument
+        expected = f"list({values})" if isinstance(x, Mapping | ValuesView) else "an array"
+        raise TypeError(f"{argument} is a {kind_of_array(x)}; expected {expected}")
 
 
 def as_list(x: Array | Sequence[Array]) -> list[Array]:

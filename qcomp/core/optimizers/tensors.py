@@ -1,6 +1,6 @@
 """Checks and conversions of the tensors that optimizers are given."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from qcomp.core.numeric.arrays import (
@@ -48,11 +48,6 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     """
     if type(values) is _Checked:
         return values
-    if isinstance(values, Mapping):
-        raise TypeError(
-            f"{argument} is a {type(values).__name__}; expected list({argument}.values()), and in init its keys as "
-            "names="
-        )
     several = isinstance(values, list | tuple | Iterator)
     tensors = list(values) if several else [values]
     if not tensors:
@@ -90,7 +85,10 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
         If a gradient differs from its parameter in shape, library or precision; the error names the first such
         gradient.
     """
-    given = list(grads) if isinstance(grads, list | tuple | Iterator) else [grads]
+    several = isinstance(grads, list | tuple | Iterator)
+    given = list(grads) if several else [grads]
+    if not several and grads is not None:
+        require_dense(grads, "grads")
     if len(given) != len(params):
         raise ValueError(f"grads has {len(given)} arrays; params has {len(params)}")
     for index, g in one_of_each_kind(given):
