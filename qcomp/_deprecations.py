@@ -1,4 +1,4 @@
-"""Old public names: what each is called now, and the release in which the old one goes."""
+"""Old public names that still work, with the new name of each, and the release that removes the old one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FORMER", "Former", "FormerAttribute", "former"]
 
 
 class Former(NamedTuple):
-    """What became of an old name."""
+    """The new name that replaces an old one."""
 
     new: str
     """The new name, from the top-level package on."""
@@ -25,7 +25,8 @@ FORMER = {
     "qcomp.extend.AnyFrame": Former("qcomp.extend.Frame", "1.1"),
     "qcomp.extend.Partial": Former("builtins.object", "1.1"),
 }
-"""Every old name that still works. Its module has a ``__getattr__`` with `former`, or its class a `FormerAttribute`."""
+"""Every old name that still works. Its module has a ``__getattr__`` that calls `former`, or its class a
+`FormerAttribute`."""
 _told: set[str] = set()
 """The old names that this process has warned of."""
 
@@ -36,7 +37,7 @@ def former(module: str, name: str) -> Any:
     Raises
     ------
     AttributeError
-        The module has no such name, and had none.
+        If the module neither has nor had such a name.
     """
     old = f"{module}.{name}"
     if old not in FORMER:
@@ -48,7 +49,7 @@ def former(module: str, name: str) -> Any:
 
 
 class FormerAttribute:
-    """An attribute of a class, such as ``"qcomp.OuterLoop.groups"``, that the objects now have elsewhere."""
+    """An old attribute, such as ``"qcomp.OuterLoop.groups"``, whose value its objects now keep elsewhere."""
 
     def __init__(self, old: str) -> None:
         self.old = old
@@ -62,7 +63,7 @@ class FormerAttribute:
 
 
 def _tell(old: str) -> None:
-    """Warn once that a name is old; where warnings are errors, every time."""
+    """Warn once that a name is old; if warnings are errors, raise every time."""
     if old not in _told:
         new, goes = FORMER[old]
         shown = new.removeprefix("builtins.")

@@ -1,27 +1,27 @@
 """Everything that authors of compressors, topologies, kernels, communicators and optimizers need, in one place.
 
-Nothing here is new: each name is defined and documented elsewhere in qcomp. Code that imports only from
-`qcomp`, `qcomp.extend` and `qcomp.testing` needs none of the paths below `qcomp.core`, which may change.
+Each name is defined and documented elsewhere in qcomp. Code that imports only from `qcomp`, `qcomp.extend` and
+`qcomp.testing` does not depend on the paths below `qcomp.core`, which may change.
 
-A compressor is a frozen dataclass below `Compressor`, or below `BucketedCompressor` if each bucket has a few scales and
-each element a small code. It declares its `Traits` and a `PayloadSpec` of `Field` objects, and draws random numbers
+A compressor is a frozen dataclass that subclasses `Compressor`, or `BucketedCompressor` if each bucket has a few scales
+and each element a small code. It declares its `Traits` and a `PayloadSpec` of `Field` objects, and draws random numbers
 with `draws16` from a `Key`; if a payload sends `stream_of` the key, `draws16_again` repeats them in `decode`.
 `array_namespace` returns an array's library; `bitcast`, `divide`, `sqrt` and the sums return the same bits in every
-library.
-`register_compressor`, or an entry point in the group ``qcomp.compressors``, makes its name known.
+library. `register_compressor`, or an entry point in the group ``qcomp.compressors``, makes its name known.
 
 A topology is a subclass of `Topology`. It turns `Operands` into a `Layout`, and a `Call` into an `Averaged` with the
 help of `Codec` and `Verdicts`. `register_topology`, or an entry point in the group ``qcomp.topologies`` that names the
 class or an instance, makes its name known.
 
-A kernel set is a `KernelSet`, and has any of the kernels. Packages list it in the entry point group ``qcomp.kernels``.
+A kernel set is a `KernelSet` that implements some or all of the kernels. Packages list it in the entry point group
+``qcomp.kernels``.
 
-A communicator is an object with the verbs of `Communicator`. The base `Verbs` derives both from one exchange, and
-`drive` runs `Stages` over a communicator. A framework with its own collectives drives the stages itself: it answers
+A communicator is an object with the two verbs of `Communicator`. The base class `Verbs` derives both from one exchange,
+and `drive` runs `Stages` over a communicator. A framework with its own collectives drives the stages itself: it answers
 each `AllToAll` and `AllGather` that ``init_stages`` and ``stages`` of an optimizer or a mean yield.
 
-An optimizer is a frozen dataclass below `Optimizer`. It declares the valid range of each number in a saved state with
-`Number`, see `Optimizer.limits`.
+An optimizer is a frozen dataclass that subclasses `Optimizer`. It declares the valid range of each number in a saved
+state with `Number`, see `Optimizer.limits`.
 
 Examples
 --------

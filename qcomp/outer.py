@@ -1,7 +1,7 @@
-"""Outer loops: ranks train alone for some steps, then average what these steps did.
+"""Outer loops: ranks train alone for some steps, then average the changes that these steps made.
 
-`qcomp.OuterLoop` is the loop. This module has its published settings, the class that overlaps its exchanges with inner
-steps, and the diagnostics.
+`qcomp.OuterLoop` is the loop itself. This module has published settings for it, the class that overlaps its exchanges
+with inner steps, and diagnostics.
 """
 
 from qcomp.core.outer.diagnostics import OuterDiagnostics

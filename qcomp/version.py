@@ -1,4 +1,4 @@
-"""The version of qcomp, and a digest of its sources, which differs between two states of one version."""
+"""The version of qcomp, and a digest of its sources, which tells apart different sources with the same version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIGITS = 12
 
 @functools.cache
 def version_and_sources() -> str:
-    """Return the release, and a digest of the sources that decide what ranks exchange, where they are installed.
+    """Return the release, and a digest of the installed sources that decide what ranks exchange.
 
     The digest is the same on all machines, Python versions and file systems, and for all line endings. It is computed
     once in a process.

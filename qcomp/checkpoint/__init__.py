@@ -1,4 +1,4 @@
-"""Optimizer states as flat dicts, which any number of ranks can load; whole files; copies in memory; signals."""
+"""Checkpoints: flat states that any number of ranks can load, atomic file writes, copies in memory, and signals."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

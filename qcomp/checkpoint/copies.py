@@ -33,7 +33,7 @@ from qcomp.core.handshake import gather_texts, handshake
 from qcomp.core.mean.stages import Transport, drive
 
 _END_SECONDS = 5.0
-"""Time for the processes of a job that was killed to end, before it is started again."""
+"""How long to wait for the processes of a killed job to end, when the job is started again."""
 _PAUSE_SECONDS = 0.05
 _LIKE = np.empty(0, dtype=np.uint8)
 
@@ -45,7 +45,7 @@ class Kept(NamedTuple):
 
     step: int
     parts: list[bytes]
-    """What this rank has written, or in a world of another size what some of the old ranks have written."""
+    """This rank's own data; in a world of another size, the data of some old ranks."""
 
     def files(self) -> list[IO[bytes]]:
         """Return the parts as files that are open for reading."""
@@ -55,18 +55,17 @@ class Kept(NamedTuple):
 class Copies:
     """Copies of each rank's data, from which a killed job goes on without a disk that all nodes share.
 
-    Every few steps each rank writes its part, that is, its parameters and its own state, to a folder in the memory of
-    its node, which outlives processes. It also sends the part to a rank on the next node, which writes it too. When the
-    job is started again, as by ``torchrun --max-restarts``, `newest` returns the parts of the last of these steps, even
-    if a node has lost its memory since. So at most ``every`` steps are repeated, with the same bits.
+    Every few steps each rank writes its part, that is, its parameters and its own state, to a folder in its node's
+    memory that outlives processes. It also sends the part to a rank on the next node, which writes it too. When the job
+    is started again, as by ``torchrun --max-restarts``, `newest` returns the parts of the last copy, even if a node has
+    since lost its memory. So at most ``every`` steps are repeated, with the same bits.
 
-    Creating one is collective, and so are all methods: all ranks call them, in the same order. If a rank cannot go on,
-    all raise.
+    The constructor and all methods are collective: all ranks call them, in the same order. If a rank fails, all raise.
 
     Parameters
     ----------
     comm : Communicator
-        All ranks of the job. Ranks on one node, which share its memory, have the same `host`.
+        All ranks of the job. Ranks on one node share its memory, and must have the same `host`.
     every : int
         The number of steps from one copy to the next.
     folder : str or path, optional
@@ -78,7 +77,7 @@ class Copies:
     Raises
     ------
     ValueError
-        If an argument is wrong, or the job has no name, or another one runs under this name on the same node.
+        If an argument is wrong, the job has no name, or another job runs under this name on the same node.
     OSError
         If files cannot be kept in the folder.
     MismatchError
@@ -94,7 +93,7 @@ class Copies:
     that they have written the next one. So whenever a rank dies, one copy is whole.
 
     If a rank's part has P bytes, a node keeps 2 P for each of its ranks, and 4 P while it writes the next copy. A
-    single node keeps half of that, since there is no other node to hold the second copy. A rank sends P bytes.
+    single node keeps half of that, since no other node can hold second copies. A rank sends P bytes for each copy.
 
     Examples
     --------
@@ -185,7 +184,7 @@ class Copies:
         Raises
         ------
         Exception
-            What ``write`` raises, or OSError if the folder is full. The previous copy is still whole.
+            Any exception of ``write``, or OSError if the folder is full. The previous copy stays whole.
         MismatchError
             On the other ranks, if some rank raises; on every rank, if they differ in ``step``.
         """
@@ -240,25 +239,24 @@ class Copies:
         self._remove(name for name in self._names() if not name.startswith(f"{generation}."))
 
     def newest(self) -> Kept | None:
-        """Return the parts of the last step whose parts of all ranks still exist on some node.
+        """Return the parts of the last step for which every rank's part still exists on some node.
 
         Returns
         -------
         Kept or None
-            The step, and the data that was kept after it. In a world of the old size this is the rank's own part. In
-            any other world each part goes to some rank, and each rank gets at least one. In both cases
-            ``load_state_dict`` takes the list of the parts' contents. None if the ranks have not kept anything yet.
+            The step, and the parts that were kept after it. In a world of the old size a rank gets its own part. In any
+            other world every part goes to some rank, and each rank gets at least one. In both cases ``load_state_dict``
+            takes the list of the parts' contents. None if nothing has been kept yet.
 
         Raises
         ------
         FileNotFoundError
-            On every rank, if parts are lost: because nodes are gone together with the nodes that held their copies, or
-            because parts are damaged. `keep` still works.
+            On every rank, if a part and its copy are both lost, with their nodes or by damage. `keep` still works.
 
         Notes
         -----
-        If a node has lost its files, the copies on it are made again at once; in a world of another size, by the next
-        `keep`.
+        If a node has lost its files, `newest` makes them again at once; in a world of another size, the next `keep`
+        does.
         """
         rank, size = self._comm.rank, self._comm.size
         listings: list[set[str]] = [set(each["names"]) for each in self._tell(None, "", names=self._names())]
@@ -308,7 +306,7 @@ class Copies:
         return told
 
     def _names(self) -> list[str]:
-        """Return the names of the parts in the folder, and of what unfinished calls have left."""
+        """Return the names of the parts in the folder, and of files that unfinished calls have left."""
         try:
             return [name for name in os.listdir(self._folder) if not name.endswith(PRESENT)]
         except OSError:
@@ -354,10 +352,10 @@ def _folder_of(folder: Path, job: str) -> Path:
 
 
 def _content(name: str, write: Callable[[IO[bytes]], Any]) -> bytes:
-    """Return what a callable writes, followed by its digest.
+    """Return the bytes that a callable writes, followed by their digest.
 
-    ``getvalue`` makes no copy, since the file gives up its buffer. A view of the file would make Python 3.13 report an
-    ignored exception when it frees file and view in one cycle.
+    ``getvalue`` makes no copy, since the file gives up its buffer. Returning a view of the file instead would make
+    Python 3.13 report an ignored exception when it frees file and view in one cycle.
     """
     file = io.BytesIO()
     write(file)

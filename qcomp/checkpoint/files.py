@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Writes files that are whole or absent."""
 
 import os
 import platform
@@ -13,26 +13,26 @@ from qcomp.checkpoint.locks import create_locked, removed_if_left
 
 
 def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file so that readers find either the old content or the new one, whenever this process dies.
+    """Write a file so that readers find either the old content or the new one, even if this process dies meanwhile.
 
     Parameters
     ----------
     path : str or path
         The file. Its folder must exist, and have room for a second file, whose name ends with ``.unfinished``. If a
-        process dies while it writes, the next call for the same path removes what it has left.
+        process dies while it writes, the next call for the same path removes the unfinished file.
     write : callable
         Writes the content to a file that is open for writing bytes. If it raises, the old content stays.
 
     Warns
     -----
     RuntimeWarning
-        If another process writes the same path at the same time, as ranks do that all save to one name. Both contents
-        are whole, and the last one stays.
+        If another process writes the same path at the same time, for instance because all ranks save to one name. The
+        process that finishes last wins, and its content is whole.
 
     Notes
     -----
-    It writes to the second file, waits until the content is on the disk (fsync), and renames that file. Each call has a
-    second file of its own, and locks it; a file that is not locked has no writer any more.
+    It writes the second file, waits until the content is on the disk (fsync), and renames it. Each call has its own
+    second file, and locks it; a second file without a lock has no writer any more.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
             if os.name == "posix":
                 os.replace(own, path)  # while it is locked
         if os.name != "posix":
-            os.replace(own, path)  # Windows renames no open file
+            os.replace(own, path)  # Windows cannot rename an open file
     except BaseException:
         with suppress(FileNotFoundError):
             os.remove(own)
@@ -74,7 +74,7 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
 
 
 def _look_for_others(folder: str, name: str) -> None:
-    """Remove what dead processes have left of a file, and warn if a living one writes it."""
+    """Remove what dead processes have left beside a file, and warn if a living process is writing the file."""
     pattern = re.compile(rf"{re.escape(name)}\.(.+)-[0-9a-f]{{8}}\.unfinished")
     for other in os.listdir(folder):
         found = pattern.fullmatch(other)

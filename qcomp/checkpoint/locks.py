@@ -1,4 +1,4 @@
-"""Locks on files, which show a process whether another process still lives."""
+"""File locks, which show whether the process that holds one is still alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if sys.platform != "win32":
     import fcntl
 
 PRESENT = ".present"
-"""The ending of the names of files that show who works in a folder."""
+"""The suffix of the files that show which processes work in a folder."""
 
 
 def create_locked(path: str | os.PathLike[str]) -> IO[bytes]:
@@ -25,7 +25,7 @@ def create_locked(path: str | os.PathLike[str]) -> IO[bytes]:
         if sys.platform != "win32":
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-        if os.path.exists(path):  # else another process has found it before it was locked
+        if os.path.exists(path):  # else another process removed it before it was locked
             return file
         file.close()
 
@@ -49,7 +49,7 @@ def removed_if_left(path: str | os.PathLike[str]) -> bool | None:
 
 
 class Presence:
-    """A locked file that shows others that this process works in a folder, until it ends or nothing refers to this.
+    """A locked file that shows other processes that this one works in a folder, until it ends or drops this object.
 
     ``token`` is the name of the file, without its ending.
     """
@@ -62,7 +62,7 @@ class Presence:
         _present.add(self)
 
     def others(self, known: Collection[str]) -> set[str]:
-        """Return the tokens of other processes in the folder, except known ones; remove what dead ones have left."""
+        """Return the tokens of other processes in the folder, except known ones; remove files of dead processes."""
         own = {each.token for each in list(_present)}
         found = set()
         for path in self._folder.glob(f"*{PRESENT}"):
@@ -73,7 +73,7 @@ class Presence:
         return found
 
     def leave_to_parent(self) -> None:
-        """Close this child's copy of the file, so that the lock ends with the parent."""
+        """Close the copy of the file in a forked child, so that the lock ends with the parent."""
         detached = self._end.detach()
         if detached is not None:
             _, _, (_, file), _ = detached

@@ -1,4 +1,4 @@
-"""Gathers the states of all ranks on one that saves, and warns if only some ranks save arrays of their own."""
+"""Gathers the states of all ranks on one rank, and warns if only some ranks save although states differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qcomp.private_names.frameworks import saves_one_rank
 class Saves:
     """The saves of one optimizer, hook or outer loop.
 
-    Gathers the states of all ranks on one, and warns once if only some ranks save arrays that each has for itself.
+    Gathers the states of all ranks on one, and warns once if only some ranks save although each has its own arrays.
     ``gathered`` has the states of all ranks, by `of_rank`, until `forget`.
     """
 
@@ -40,7 +40,7 @@ class Saves:
         like: Any,
         root: int,
     ) -> None:
-        """Send what each rank saves of a replica, in a state, to the rank ``root``, in host memory; collective.
+        """Send each rank's saved dict ``own`` to the rank ``root``, which keeps all in host memory; collective.
 
         ``like`` gives the device of the buffers.
         """
@@ -56,7 +56,7 @@ class Saves:
 
     @property
     def of_all(self) -> dict[str, tuple[dict[str, Any]]]:
-        """What was gathered, in tuples, as `states_in` reads it: torch.distributed.checkpoint reads tuples whole."""
+        """The gathered dicts in tuples, for `states_in`: torch.distributed.checkpoint reads tuples whole."""
         return {key: (one,) for key, one in self.gathered.items()}
 
     def forget(self) -> None:
@@ -75,10 +75,10 @@ class Saves:
     ) -> None:
         """Take note that this rank saves a state, and warn if only some ranks do.
 
-        A rank cannot ask the others, since it may be the only one that saves. So it counts its saves where all ranks
-        count theirs, if its communicator has ``count``. When it saves again after a later exchange of all ranks, the
-        count of the earlier save is complete. A framework that writes the state of one rank alone is known at once. An
-        exchange that goes on during steps begins and ends ``within`` so many.
+        A rank cannot ask the others, since it may be the only one that saves. So it counts its saves in the counter
+        that all ranks share, if its communicator has ``count``. When it saves again after a later exchange of all
+        ranks, the count of the earlier save is complete. A framework that saves only one rank's state is recognized at
+        once. ``within`` is the number of steps that an exchange may span.
         """
         if state.size == 1 or self._is_gathered or self._has_warned:
             return
@@ -92,7 +92,7 @@ class Saves:
         if now is None:
             return
         before = None if self._unchecked is None or self._unchecked.comm is not now.comm else self._unchecked
-        with contextlib.suppress(RuntimeError):  # a store that has ended counts no more
+        with contextlib.suppress(RuntimeError):  # the store of the counts may have ended
             if before and now.step - before.step > within and now.bytes_sent > before.bytes_sent:
                 savers = comm.count(before.key, 0)
                 if savers < state.size and (kinds or before.kinds):
@@ -116,18 +116,18 @@ class _Save(NamedTuple):
     """A save of this rank."""
 
     key: str
-    """Under which the ranks count it."""
+    """The ranks' key for counting this save."""
     step: int
     comm: Any
     """A weak reference to the communicator, so that it can end."""
     bytes_sent: int
-    """How many bytes this rank had sent over it: more afterwards means that another exchange has begun."""
+    """The bytes that this rank had sent over the communicator; once it has sent more, another exchange has begun."""
     kinds: tuple[str, ...]
-    """The kinds of arrays that the rank alone has."""
+    """The kinds of arrays that differ between ranks."""
 
     @classmethod
     def of(cls, state: OptimizerState, comm: Any, kinds: tuple[str, ...]) -> _Save | None:
-        """Return the save of a state now; None if the ranks cannot count saves."""
+        """Return the record of saving a state now; None if the ranks cannot count saves."""
         if not hasattr(comm, "count"):
             return None
         key = f"save of {state.number}, {state.stream} after {state.step}, {state.skipped}"

@@ -1,4 +1,4 @@
-"""Signals that end a job: all ranks hear of one at the same step, and can save."""
+"""Tells all ranks, at the same step, that a signal asks the job to end, so that they can save."""
 
 import signal
 import threading
@@ -26,15 +26,15 @@ class on_signal:  # noqa: N801 - it reads as a function
     comm : Communicator
         The ranks. Each exchange sends one byte to every other rank.
     signals : iterable of signal.Signals, default (SIGTERM,)
-        The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first of each is
-        noted, and has no other effect; the next has the effect that it had before.
+        The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first signal of
+        each kind is only noted; the next has the effect that it had before.
     every : int, default 1
-        The calls from one exchange to the next; others return False at once. The same on all ranks.
+        The number of calls from one exchange to the next; calls in between return False at once. The same on all ranks.
 
     Raises
     ------
     MismatchError
-        On every rank, if ``every`` differs; in a call, if other ranks exchange something else meanwhile.
+        On every rank, if ``every`` differs; in a call, if other ranks make another exchange at the same time.
     RuntimeError
         If this is not the main thread, where Python's signal handlers run.
 
@@ -72,12 +72,12 @@ class on_signal:  # noqa: N801 - it reads as a function
             for number in signals:
                 # None stands for a handler that was not installed from Python, and cannot be installed again.
                 self._before[number] = signal.signal(number, self._note) or signal.SIG_DFL
-        except (OSError, TypeError, ValueError):  # no signal, or one that no process can handle
+        except (OSError, TypeError, ValueError):  # not a signal, or one that cannot be handled
             self.close()
             raise
 
     def __call__(self) -> bool:
-        """Return whether any rank had received a signal when it made this call; the same on all ranks."""
+        """Return True if some rank had received a signal before its call; the same on all ranks."""
         self._calls += 1
         if self._calls % self._every:
             return False

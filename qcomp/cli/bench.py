@@ -1,4 +1,4 @@
-"""``qcomp bench``: how long compressors take on this machine, compared with a copy."""
+"""``qcomp bench``: times compressors on this machine, and compares them with a copy."""
 
 import argparse
 import platform

@@ -1,4 +1,4 @@
-"""``qcomp check``: whether something keeps the laws of its contract."""
+"""``qcomp check``: checks whether an object keeps the laws of its contract."""
 
 import argparse
 import sys
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
-    """Return what was checked, and a report for each library."""
+    """Return the checked object, and a report for each library."""
     try:
         from qcomp.testing import contract_of  # noqa: PLC0415 - it needs an extra
     except ImportError as error:
@@ -153,7 +153,7 @@ def _kernels(name: str) -> Any:
 
 
 def _made(found: Any, target: str) -> Any:
-    """Return an instance: what a class or a function returns without arguments, or the object itself."""
+    """Return an instance: the result of calling a class or function without arguments, or the object itself."""
     if not (isinstance(found, type) or _is_function(found)):
         return found
     try:

@@ -1,4 +1,4 @@
-"""A text to train on that every Python brings: the sources of its standard library."""
+"""A training text that every Python has: the sources of its standard library."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""``qcomp demo``: train a small model with four optimizers, two ranks as threads; NumPy suffices."""
+"""``qcomp demo``: trains a small model with four optimizers, on ranks that are threads; it needs only NumPy."""
 
 import argparse
 import time
@@ -33,7 +33,7 @@ examples:
 
 _CONTEXT, _FEATURES, _HIDDEN, _BYTES = 8, 16, 256, 256
 _BATCH = 128
-"""Windows of a rank in a step."""
+"""Windows per rank and step."""
 _VALIDATION_WINDOWS = 4096
 _VALIDATIONS = 15
 """Number of validation losses of a run, its end included."""
@@ -87,7 +87,7 @@ def _optimizers(steps: int) -> dict[str, Optimizer]:
 
 
 def _train(name: str, optimizer: Optimizer, corpus: Corpus, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a training measured."""
+    """Train, and return losses, bytes and seconds."""
     judged = {round(options.steps * part / _VALIDATIONS) for part in range(1, _VALIDATIONS + 1)}
     held_out = validation_windows(corpus.validation, _VALIDATION_WINDOWS, _CONTEXT)
 

@@ -1,4 +1,4 @@
-"""``qcomp info``: which kernels run for which arrays, and why; and which plugins are installed."""
+"""``qcomp info``: prints which kernels run for which arrays, and why, and which plugins are installed."""
 
 import argparse
 import os
@@ -187,7 +187,7 @@ def _of_jax(name: str) -> Any:
 
 
 def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return whether a set can run: its dependencies and a library and device for its arrays must be available."""
+    """Return whether a set can run, which takes its dependencies, and a library and a device for its arrays."""
     if name == "pure":
         return {"name": name, "available": True, "reason": "the definition, for every array"}
     try:

@@ -18,7 +18,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Style:
-    """Colours, if the output shows them."""
+    """Adds colours to text if the output shows them."""
 
     coloured: bool = False
 
@@ -68,7 +68,7 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def set_aside(wanted: bool) -> Iterator[None]:
-    """Redirect what the user's code prints to standard error, if wanted, so that standard output has only JSON."""
+    """If wanted, redirect to standard error what the user's code prints, so that standard output has only JSON."""
     if not wanted:
         yield
         return
@@ -96,7 +96,7 @@ def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str
 
 
 def explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser whose error texts argparse prints; it does not print the text of a ValueError."""
+    """Return a parser that raises its error texts in a form that argparse prints, unlike the text of a ValueError."""
 
     def parse_or_explain(text: str) -> Any:
         try:

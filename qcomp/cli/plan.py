@@ -1,4 +1,4 @@
-"""``qcomp plan``: whether compression will pay off, from given or measured figures."""
+"""``qcomp plan``: predicts whether compression will pay off, from given or measured figures."""
 
 import argparse
 import errno
@@ -37,9 +37,9 @@ examples:
 _MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
 _LATENCY = 50e-6
 _MOST_MATRICES = 1 << 17
-"""Enough for 137 billion parameters in the default shape; a comparison then takes about a minute."""
+"""Enough for 137 billion parameters in the default shape; a comparison of so many takes about a minute."""
 _SECONDS = "none"
-"""The task for which only seconds are compared."""
+"""The value of --task with which only seconds are compared."""
 _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
 """The options whose names differ from the names of their settings."""
 
@@ -238,7 +238,7 @@ def _job(options: argparse.Namespace, compute: float) -> Job:
 
 
 def _shapes(options: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of matrices with all parameters, the last with fewer rows, and of a vector of the rest."""
+    """Return shapes for all parameters: equal matrices, a last one with fewer rows, and a vector for the remainder."""
     height, width = options.matrix
     number, left = divmod(max(0, options.params - options.exact), height * width)
     if number > _MOST_MATRICES:
@@ -258,7 +258,7 @@ def _naming(
     name: str | None = None,
     errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> Iterator[None]:
-    """Let errors name the option at fault: the given one, or the option of the setting at the start of the text."""
+    """Make errors name the option at fault: the given one, or the one whose setting begins the error's text."""
     try:
         yield
     except errors as error:
@@ -309,7 +309,7 @@ def _require_inside(ranks: int, measured: Measured) -> None:
 
 
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
-    """Return the plain methods and the requested compressors' methods; None for all that the machine knows."""
+    """Return the plain methods and those of the requested compressors; None for all methods that the machine knows."""
     if options.compressor is None:
         return None
     for chosen in options.compressor:
@@ -335,7 +335,7 @@ def _measure(options: argparse.Namespace) -> tuple[int, Measured]:
 
 
 def _require_writable(out: str | None, comm: "Communicator", like: Any) -> None:
-    """Raise on every rank, before minutes of measuring, if the first one cannot write to a file."""
+    """Raise on every rank, before minutes of measuring, if the first rank cannot write to the file."""
     problem = 0
     if out is not None and comm.rank == 0:
         path, existed = Path(out), Path(out).exists()

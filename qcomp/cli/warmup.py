@@ -1,4 +1,4 @@
-"""``qcomp warmup``: compile the kernels before training starts."""
+"""``qcomp warmup``: compiles the kernels before training starts."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Callbacks for the Trainer of Hugging Face, which wraps its model only when training begins."""
+"""Callbacks that compress what Hugging Face's Trainer sends; it wraps its model only when training begins."""
 
 import warnings
 from pathlib import Path
@@ -20,14 +20,14 @@ _FILE = "qcomp_hook.pt"
 class CompressGradients(TrainerCallback):
     """Compress the gradients of a Trainer during its backward passes, for any optimizer.
 
-    Each checkpoint gets the state of the hook, in the file ``qcomp_hook.pt``; a run that resumes reads it, if it was
-    saved with the weights that the run begins with. A run that resumes from a folder outside ``output_dir`` names it in
-    ``TrainingArguments(resume_from_checkpoint=...)`` too. On one process there is nothing to do.
+    Each checkpoint gets the state of the hook, in the file ``qcomp_hook.pt``. A resumed run reads it if it was saved
+    together with the weights that the run begins with. To resume from a folder outside ``output_dir``, also name the
+    folder in ``TrainingArguments(resume_from_checkpoint=...)``. On one process the callback does nothing.
 
     Parameters
     ----------
     trainer : transformers.Trainer
-        Its model is wrapped in DistributedDataParallel, as torchrun makes it.
+        A Trainer that wraps its model in DistributedDataParallel, as under torchrun.
     compressor : Compressor
         As for `qcomp.integrations.ddp.hook`, which says what is sent.
     **settings
@@ -36,7 +36,7 @@ class CompressGradients(TrainerCallback):
     Warns
     -----
     UserWarning
-        If a run resumes and finds no state of the hook of its checkpoint, so that the hook starts with residuals of
+        If a resumed run finds no state of the hook that belongs to its checkpoint, and so starts with residuals of
         zero.
 
     Examples
@@ -69,7 +69,7 @@ class CompressGradients(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the state of the hook of all ranks into the new checkpoint."""
+        """Write the hook's states of all ranks into the new checkpoint."""
         if self._hook is not None:
             self._hook.gather_states()
             if args.process_index == 0:
@@ -85,7 +85,7 @@ class CompressGradients(TrainerCallback):
         found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         weights = self._weights()
         own = [saved["hook"] for saved in found if saved["weights"] == weights][:1]
-        # Of a node without a shared disk, all ranks may have none.
+        # Without a shared disk, all ranks of some nodes may find no file.
         counts = torch.zeros(args.world_size, dtype=torch.int32, device=args.device)
         counts[args.process_index] = len(own)
         torch.distributed.all_reduce(counts)
@@ -100,27 +100,28 @@ class CompressGradients(TrainerCallback):
         )
 
     def _weights(self) -> list[int]:
-        """Return marks of the weights, which differ from the marks of another run."""
+        """Return marks of the weights, by which weights of another run are told apart."""
         return [mark_of(p.detach()) for p in self._wrapped.parameters() if p.requires_grad]
 
 
 class AttachOptimizer(TrainerCallback):
     """Let the qcomp optimizer of a Trainer exchange its momenta during the backward passes, as ``model=`` does.
 
-    Before a checkpoint the states of all ranks are gathered, so that the file of rank 0 resumes all of them. So add it
-    after callbacks that ask for checkpoints. On one process there is nothing to do.
+    It gathers the states of all ranks before each checkpoint, so that rank 0's file resumes all of them. So add it
+    after callbacks that request checkpoints. On one process it does nothing.
 
     Parameters
     ----------
     trainer : transformers.Trainer
-        Its optimizer is one of `qcomp.torch`, and ``max_grad_norm`` is 0: pass ``clip_norm`` to the optimizer.
+        A Trainer with an optimizer of `qcomp.torch` and a ``max_grad_norm`` of 0; to clip, pass ``clip_norm`` to the
+        optimizer.
 
     Raises
     ------
     ValueError
-        When training begins, if ``max_grad_norm`` is not 0: averaged momenta are not gradients to clip.
+        When training begins, if ``max_grad_norm`` is not 0, since averaged momenta cannot be clipped as gradients.
     TypeError
-        When training begins, if the optimizer is none of `qcomp.torch`.
+        When training begins, if the optimizer is not one of `qcomp.torch`.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""The kernels of JAX inside a compiled program, which round as the core rounds.
+"""JAX's kernels for use inside a compiled program, with the same rounding as the core.
 
-XLA contracts products and sums, and compression amplifies that: a momentum that differs by an ulp may have another
-sign, and then a whole bucket differs. The programs of `qcomp.backends.jax_xla` prevent it with an integer whose value
-the compiler does not know. Here this integer must come from the surrounding program. The programs are also traced once
-for each shape instead of once for each tensor.
+XLA contracts products and sums, and compression amplifies the difference: a momentum that is off by an ulp may have
+another sign, which changes its whole bucket. The programs of `qcomp.backends.jax_xla` prevent contraction with an
+integer whose value the compiler does not know. Here that integer must come from the surrounding program. Kernels are
+also traced once for each shape instead of once for each tensor.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Result = TypeVar("Result")
 
 
 class FromTable:
-    """A number that a program reads from a table; Python's arithmetic on it is done in the table, in 64 bits.
+    """A number that a program reads from a table; Python arithmetic on it computes a new table, in 64 bits.
 
     Parameters
     ----------
     table : sequence of float
     index : array of int32, shape ()
-        Beyond the end of the table, its last entry counts.
+        An index beyond the end of the table reads its last entry.
     """
 
     def __init__(self, table: Sequence[float] | np.ndarray, index: Array) -> None:
@@ -51,12 +51,12 @@ class FromTable:
 
 
 class TracedKernels(JaxKernels):
-    """The kernels for traced arrays.
+    """The kernels for traced arrays; weight decays must be 0.
 
     Parameters
     ----------
     step : array of int32, shape ()
-        A number >= 0 that the compiler does not know. Weight decays must be 0.
+        A number >= 0 whose value the compiler does not know.
     """
 
     name = "jax, traced"
@@ -71,10 +71,10 @@ class TracedKernels(JaxKernels):
     def apart(
         self, compute: Callable[[], Result], numbers: Sequence[int] = (), like: Array | None = None
     ) -> tuple[Result, list[Array]]:
-        """Return the arrays that a function computes, and numbers that the compiler does not know.
+        """Return the arrays that a function computes, and the given numbers as values that the compiler does not know.
 
-        The function has a branch of its own. So the compiler does not copy it to all that use its results, and
-        operations that differ in such numbers alone are compiled once.
+        The function runs in a branch of its own. So the compiler does not copy it into each use of its results, and it
+        compiles operations that differ only in such numbers once.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class TracedKernels(JaxKernels):
         numbers : sequence of int
             From 0 to 2**32 - 1.
         like : array, optional
-            Differs between devices if the results do.
+            An array that differs between devices if the results do.
         """
         shapes = jax.eval_shape(compute)
 
@@ -142,7 +142,7 @@ class TracedKernels(JaxKernels):
         return self._numbers(like, rate=rate, correction=correction, eps=eps)
 
     def _numbers(self, like: Array, **values: Any) -> dict[str, Array]:
-        """Return numbers in the dtype of an array, and zero as an integer that the compiler does not know."""
+        """Return numbers in an array's dtype, and a zero as an integer whose value the compiler does not know."""
         integer = jnp.int64 if like.dtype == jnp.float64 else jnp.int32
         return {"nothing": self._nothing.astype(integer)} | {
             name: jnp.asarray(value, like.dtype) for name, value in values.items()

@@ -58,7 +58,7 @@ class MeshMean:
     seed : int, default 0
         Seed of the compressor's random draws. Several means of the same tree over one axis in one step need different
         seeds: with equal seeds their draws are the same, and together they are biased. Means over different axes of a
-        mesh draw apart; those over its first axis draw as `CompressedMean` does.
+        mesh draw different numbers; means over its first axis draw as `CompressedMean` does.
     averaging : PowerSGD, optional
         Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
         factors, see `PowerSGD`.
@@ -67,15 +67,15 @@ class MeshMean:
     -----
     ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends 2 (N
     - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of the
-    longest in its exchange. A program joins the buckets of all tensors that share a compressor into one array and
-    compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling shows how
-    long compilers take. Each different remainder of a size divided by a bucket size adds the code of one more kind of
-    bucket. With PowerSGD it sends as `PowerSGDMean` does with owners, also between two devices.
+      longest in its exchange. A program joins the buckets of all tensors that share a compressor into one array and
+      compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling shows how
+      long compilers take. Each distinct remainder of a tensor's size by the bucket size adds code for one more kind of
+      bucket. With PowerSGD, the devices send as in `PowerSGDMean` with owners, even if there are only two.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
-    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. That holds for all devices of
-    the mesh, including those along its other axes. In two phases, `jax.shard_map` must have these other axes too, since
-    the compiler must not cut tensors along an axis that is left to it. A mean has no derivative.
+    tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. This includes the devices along
+    the mesh's other axes. In two phases, `jax.shard_map` must be over these other axes too, since the compiler must not
+    cut tensors along an axis that is left to it. A mean has no derivative.
 
     Examples
     --------
@@ -138,20 +138,20 @@ class MeshMean:
 
     @cached_property
     def _chosen(self) -> dict[Any, OptimizerState]:
-        """What the policies have chosen, by the names and shapes of the tensors and the number of ranks."""
+        """The choices of the policies, by the tensors' names and shapes and the number of ranks."""
         return {}
 
     def init(self, tree: PyTree) -> MeshState:
         """Return a state with residuals of zero.
 
-        Call it inside `jax.shard_map`, for the arrays of one device; or where `jax.set_mesh` gives the size of the
-        axis, for the arrays of all devices, of which each device holds its own row. `partition_specs` says how they are
+        Inside `jax.shard_map` it returns the arrays of one device. Where `jax.set_mesh` gives the size of the axis, it
+        returns the arrays of all devices, of which each device holds its own row; `partition_specs` says how these are
         cut.
 
         Parameters
         ----------
         tree : pytree of arrays
-            With the structure, shapes and dtypes of what will be averaged on each device.
+            A tree with the structure, shapes and dtypes of the trees to average on each device.
 
         Raises
         ------
@@ -201,7 +201,7 @@ class MeshMean:
         weight : number or array of shape (), optional
             How much this device's values count, such as its number of valid tokens: finite and >= 0. The mean is then
             the weighted one, see `qcomp.weighted`. With a weight of 0 values count as zeros, even if they are not
-            finite. If any weight does not fit, or all are 0, the call is refused like a value that is not finite.
+            finite. If any weight is out of range, or all are 0, the call is refused as for a value that is not finite.
 
         Returns
         -------
@@ -230,7 +230,7 @@ class MeshMean:
         exactly: bool = False,
         weight: Array | None = None,
     ) -> tuple[PyTree, Residuals, Array]:
-        """Average a pytree, or the momenta that it is blended into, for optimizers that keep their own state.
+        """Average a pytree, or momenta blended with it, for optimizers that keep their own state.
 
         Parameters
         ----------
@@ -247,7 +247,7 @@ class MeshMean:
         exactly : bool
             Whether to compress nothing; the residuals stay as they are.
         weight : number or array of shape (), optional
-            As for a call; of the tree, not of the momenta.
+            As for a call; it weights the tree, not the momenta.
 
         Returns
         -------
@@ -294,24 +294,24 @@ class MeshMean:
         )
         own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
         accepted = self._everywhere(own)
-        if accepted is not own or len(request.parts) > 1:  # otherwise the only part's are NaN already
+        if accepted is not own or len(request.parts) > 1:  # else the only part's means are NaN already
             held = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in held]
         new = Residuals(
             dict(zip(names, map(_as_row, means.exchange.worker), strict=bool(residuals.worker))),
             tuple(map(_as_row, means.exchange.server)),
         )
         kept = jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, residuals)
-        if weight is not None and momenta is None:  # the weight has made float32 of half precision
+        if weight is not None and momenta is None:  # weighting made half precision float32
             held = [jnp.asarray(x, leaf.dtype) for x, leaf in zip(held, taken.leaves, strict=True)]
         return taken.whole(held), kept, accepted
 
     def _number_of_axis(self) -> int:
-        """Return the number of the axis in its mesh: means over two axes, one of the other's results, draw apart."""
+        """Return the axis's position in its mesh, so that a mean of means over another axis draws different numbers."""
         axes = jax.sharding.get_abstract_mesh().axis_names  # without those of jax.vmap
         return axes.index(self.axis_name) if self.axis_name in axes else 0
 
     def _state(self, names: tuple[str, ...], tensors: Sequence[Array], size: int) -> OptimizerState:
-        """Return what the policies have chosen for these tensors, without any array."""
+        """Return the policies' choices for these tensors, in a state without arrays."""
         asked = names, tuple(tuple(t.shape) for t in tensors), size
         known = self._chosen.get(asked)
         if known is None:
@@ -371,9 +371,9 @@ class MeshMean:
         return jax.lax.pmin(accepted.astype(jnp.int32), tuple(axes)) > 0 if axes else accepted
 
     def _require_own_values(self, tree: Tree) -> None:
-        """Raise ValueError for values that are known to be the same on all devices."""
+        """Raise ValueError for values that JAX knows to be the same on all devices."""
         if not _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
-            return  # nothing is known with check_vma=False
+            return  # with check_vma=False JAX does not track this
         for name, leaf in zip(tree.names, tree.leaves, strict=True):
             if not _varies(leaf, self.axis_name):
                 raise ValueError(
@@ -384,7 +384,7 @@ class MeshMean:
 
 
 def weighted(tensors: Sequence[Array], weight: Array, axis_name: str) -> list[Array]:
-    """Return `qcomp.weighted` of this device's tensors; NaN on all devices if a weight does not fit, or all are 0."""
+    """Return `qcomp.weighted` of this device's tensors; NaN on all devices if a weight is invalid, or all are 0."""
     own = jnp.asarray(weight, jnp.float32)
     if own.shape:
         raise ValueError(f"weight has the shape {own.shape}; expected one number for each device")
@@ -398,7 +398,7 @@ def weighted(tensors: Sequence[Array], weight: Array, axis_name: str) -> list[Ar
 
 
 def zero_rows(like: PyTree, axis_name: str) -> PyTree:
-    """Return a row of zeros for each device of an axis, or for this one inside `jax.shard_map`, like each array."""
+    """Return zeros like each array, a row for each device of an axis; inside `jax.shard_map`, only this one's row."""
     size, inside = _size_of(axis_name)
     if not inside:
         return jax.tree.map(lambda e: _rows(size, e, axis_name), like)
@@ -453,7 +453,7 @@ def _of_all(x: Array, axis_name: str) -> Array:
 
 @jax.custom_jvp
 def _without_derivative(tree: object) -> Any:
-    """Return a pytree, and refuse `jax.grad`, which would find zero through the bits of a message."""
+    """Return a pytree, and refuse `jax.grad`, since the derivative through the bits of a message would be zero."""
     return tree
 
 
@@ -472,14 +472,14 @@ def _as_row(residual: Array) -> Array:
 
 
 def _none_refused(parts: Sequence[Sequence[Array]]) -> Array:
-    """Return whether every part was accepted: if one was refused, all elements of its means are NaN."""
+    """Return whether every part was accepted; the means of a refused part are all NaN."""
     first = [next((mean for mean in means if mean.size), None) for means in parts]
     refused = [jnp.isnan(jnp.ravel(mean)[0]) for mean in first if mean is not None]
     return ~jnp.any(jnp.stack(refused)) if refused else jnp.bool_(True)
 
 
 def _tensors(tree: Tree) -> list[Array]:
-    """Return the arrays of a tree; some may be NumPy's."""
+    """Return the arrays of a tree, with NumPy's arrays converted."""
     arrays = [jnp.asarray(leaf) for leaf in tree.leaves]
     for name, x in zip(tree.names, arrays, strict=True):
         compute_dtype_name(dtype_name(x.dtype), argument=f"the array at {name!r}")  # raises for integers

@@ -64,8 +64,8 @@ class _Moved(NamedTuple):
 class MeshOuterLoop:
     """A `qcomp.OuterLoop` over an axis of a mesh, inside `jax.shard_map`; `jax.jit` compiles it with the inner steps.
 
-    Every device along the axis has parameters of its own, and makes inner steps with them: with optax or by hand. The
-    loop runs after each of these; it exchanges only where that is due.
+    Every device along the axis has parameters of its own, and makes inner steps with them: with optax or by hand. Call
+    the loop after each inner step; it exchanges only in the steps where an exchange is due.
 
     Parameters
     ----------
@@ -83,9 +83,9 @@ class MeshOuterLoop:
 
     Notes
     -----
-    A round is that of `OuterLoop`. Tensors of a fragment are cut together, so servers draw apart from those of the
-    core; with compressors that draw nothing, the bits are the same, except where XLA rounds a product and a sum only
-    once. If an outer gradient of any device is not finite, all devices continue from the shared parameters of the
+    Rounds are those of `OuterLoop`. The tensors of a fragment are cut together, so servers draw other numbers than in
+    the core. With compressors that draw nothing, the bits are the same, except where XLA rounds a product and a sum
+    only once. If an outer gradient of any device is not finite, all devices continue from the shared parameters of the
     fragment, residuals stay as they are, and ``skipped`` counts the exchange.
 
     Examples
@@ -136,7 +136,7 @@ class MeshOuterLoop:
 
     @cached_property
     def _mean(self) -> MeshMean:
-        """The mean of all tensors, whose policies see all of them."""
+        """The mean over all tensors, so that its policies see all of them."""
         loop, averaging = self.loop, self.loop.averaging
         if self.loop.mean.lossless and loop.compressors is None:
             return self._exact_mean
@@ -177,7 +177,7 @@ class MeshOuterLoop:
                 f"fragments is {self.loop.fragments}; expected at most one for each of {len(taken.names)} tensors"
             )
         pairs = zip(taken.names, map(jnp.asarray, taken.leaves), strict=True)
-        anchor = {name: jnp.array(to_compute_dtype(p)) for name, p in pairs}  # a copy, also of arrays of JAX
+        anchor = {name: jnp.array(to_compute_dtype(p)) for name, p in pairs}  # copies even arrays of JAX
         outer: Any = self.loop.outer
         momentum = jax.tree.map(jnp.zeros_like, anchor) if outer.momentum else {}
         sent = zero_rows(anchor, self.axis_name) if self.loop.delay else {}
@@ -190,7 +190,7 @@ class MeshOuterLoop:
     def __call__(
         self, params: PyTree, state: MeshOuterState, *, weight: Array | None = None
     ) -> tuple[PyTree, MeshOuterState]:
-        """Count an inner step; exchange fragments and apply results where they are due.
+        """Count an inner step; exchange a fragment or apply a result if one is due.
 
         Parameters
         ----------
@@ -199,7 +199,7 @@ class MeshOuterLoop:
         state : MeshOuterState
             From `init` or the last step.
         weight : number or array of shape (), optional
-            How much this device's outer gradients count, if a fragment departs in this step; see `MeshMean`.
+            The weight of this device's outer gradients, used if a fragment departs in this step; see `MeshMean`.
 
         Returns
         -------
@@ -266,7 +266,7 @@ class MeshOuterLoop:
 
     @cached_property
     def _turns(self) -> tuple[np.ndarray, np.ndarray]:
-        """One more than the fragment that departs in each step, and that lands, by the step modulo ``every``."""
+        """For each step modulo ``every``, 1 + the fragment that departs and 1 + the fragment that lands; 0 for none."""
         loop = self.loop
         departs, lands = np.zeros((2, loop.every), np.int32)
         for step in range(loop.every):
@@ -279,7 +279,7 @@ class MeshOuterLoop:
         return assign([math.prod(x.shape) for x in tree.leaves], self.loop.fragments)
 
     def _mean_of(self, members: Sequence[int], tree: Tree) -> MeshMean:
-        """Return the mean of the tensors of a fragment, with the choices of policies that see all tensors."""
+        """Return a fragment's mean; the policies' choices for it are those that they make given all tensors."""
         exact, compressors = self._mean.choices(tree.whole(tree.leaves))
         if all(exact[i] for i in members):
             return self._exact_mean
@@ -293,7 +293,7 @@ class MeshOuterLoop:
         )
 
     def _core(self, names: Sequence[str], now: _Moved) -> tuple[OuterLoop, OptimizerState]:
-        """Return a loop of the core with one fragment, which is under way, and its state without residuals."""
+        """Return a loop of the core whose only fragment is under way, and its state without residuals."""
         of_each = {ANCHOR: now.anchor} | ({SENT: now.sent} if now.sent else {})
         state = OptimizerState.first(stage_of({0: 1}), tuple(names), 0, 1)._replace(
             step=1,
@@ -313,11 +313,11 @@ class MeshOuterLoop:
         return dict(zip(names, sent, strict=True))
 
     def _landed(self, members: Sequence[int], tree: Tree, now: _Moved, sent: Array) -> _Moved:
-        """Exchange a fragment that was sent after a step, and apply the result."""
+        """Exchange the fragment that departed in an earlier step, and apply the result."""
         loop, names, mean = self.loop, [tree.names[i] for i in members], self._mean_of(members, tree)
         number = self._fragments(tree).index(tuple(members))
         values, owed = {name: now.sent[name] for name in names}, now.residuals[number]
-        exact = dict(zip(sorted(names), mean.keeps_exact(values), strict=True))  # as JAX has them in a dict
+        exact = dict(zip(sorted(names), mean.keeps_exact(values), strict=True))  # as JAX sorts a dict's keys
         if loop.scale != 1:
             values = {n: x if exact[n] else primitives.scale(x, loop.scale) for n, x in values.items()}
         decayed = owed

@@ -14,7 +14,7 @@ __all__ = ["MeshState", "Residuals", "partition_specs"]
 
 
 class Residuals(NamedTuple):
-    """What compression has lost so far, on each device of an axis.
+    """The residuals of error feedback on each device of an axis.
 
     The first axis of every array is the device: arrays of all N devices have N rows, and inside `jax.shard_map` one.
     """
@@ -55,8 +55,8 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     state : pytree
         A `MeshState` or a state of `qcomp.jax.optax`, or a state of optax that has one of these anywhere inside.
     axis_name : str or tuple of str
-        The axis of the mean. If the averaged arrays are cut along further axes, a tuple of this axis and those; then
-        call ``init`` inside `jax.shard_map` too, with the returned specs as ``out_specs``.
+        The axis of the mean. If the averaged arrays are cut along further axes, a tuple of the mean's axis and these;
+        in that case also call ``init`` inside `jax.shard_map`, with the returned specs as ``out_specs``.
 
     Returns
     -------
@@ -67,8 +67,8 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     ------
     ValueError
         If the mean is inside `optax.apply_if_finite`, `optax.MultiSteps` or `optax.masked`, which act on the gradients
-        of one device; or in some transformations of an `optax.partition`, and others are neither a mean nor
-        `optax.set_to_zero`. If something has turned the state into dicts, such as `flax.nnx.state`.
+        of one device; or if only some transformations of an `optax.partition` have a mean, and another one is not
+        `optax.set_to_zero`; or if something such as `flax.nnx.state` has turned the state into dicts.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
 
 
 def _require_all_averaged(state: PyTree) -> None:
-    """Raise ValueError if a transformation of optax keeps gradients from a mean inside it."""
+    """Raise ValueError if a transformation of optax withholds gradients from a mean inside it."""
 
     def is_looked_at(part: PyTree) -> bool:
         return type(part).__name__ in {*_REFUSED_AROUND, "PartitionState"}
@@ -118,7 +118,7 @@ def _has_mean(state: PyTree) -> bool:
 
 
 def _require_types(state: PyTree) -> None:
-    """Raise ValueError if a state has residuals, but not in the types of qcomp, by which they are found."""
+    """Raise ValueError if a state has residuals outside of qcomp's types, by which they are found."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_residuals)
     for path, leaf in leaves:
         names = [str(getattr(key, "name", getattr(key, "key", None))) for key in path]

@@ -37,9 +37,9 @@ class MuonState(NamedTuple):
     skipped: Array
     """Steps that were refused, because a value was not finite, int32 of shape ()."""
     momentum: dict[str, Array]
-    """AdamW's first moment of each tensor that it moves, by its path."""
+    """AdamW's first moment of each tensor that AdamW moves, by the tensor's path."""
     variance: dict[str, Array]
-    """AdamW's second moment of each of them."""
+    """AdamW's second moment of each of these tensors."""
     residuals: Residuals
     """The worker residual of each matrix; for each device the momenta of the matrices that it owns, and then the
     residuals of their updates, each as one vector of the size that the device with the most elements needs."""
@@ -48,7 +48,7 @@ class MuonState(NamedTuple):
 def muon(
     optimizer: Muon, axis_name: str, *, learning_rate: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make steps of Muon over an axis of the mesh; AdamW moves the tensors that are no matrices.
+    """Make steps of Muon over an axis of the mesh; AdamW moves the tensors that are not matrices.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def muon(
     axis_name : str
         The axis of the mesh whose devices are the ranks.
     learning_rate : float, array or schedule of optax, optional
-        Used instead of the optimizer's, for instance to inject it.
+        Replaces the optimizer's learning rate, for instance to inject it.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def muon(
     Raises
     ------
     TypeError, ValueError
-        If the optimizer is no Muon, or has settings that a compiled program lacks.
+        If the optimizer is not a Muon, or has settings that a compiled program does not support.
 
     Notes
     -----
@@ -189,7 +189,7 @@ class _Steps:
         momentum, variance = state.momentum, state.variance
         with use_kernels(TracedKernels(state.step)):
             if momentum:
-                names = sorted(momentum)  # as JAX has them in a pytree
+                names = sorted(momentum)  # as JAX sorts a dict's keys
                 m, v = (joined([of[name] for name in names]) for of in (momentum, variance))
                 gradient = joined([directions[name] for name in names])
                 b1, b2 = self.muon.betas

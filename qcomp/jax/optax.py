@@ -3,7 +3,7 @@
     tx = optax.chain(qcomp.jax.optax.compressed(qcomp.MinMaxUInt8(), "data"), optax.adam(1e-3))
     tx = qcomp.jax.optax.onebit_adam(1e-3, freeze=1000, axis_name="data")
 
-They are chained, scheduled, masked and saved like any other. They take the gradients of one device.
+They take the gradients of one device, and are chained, scheduled and saved like any other transformation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _Moved = tuple[Array, Array, Array, Residuals, Array]
 """Directions, momenta and variances, each of all parameters as one vector; residuals; whether the step was accepted."""
 
 _ALWAYS = 2**31 - 1
-"""How many steps in a row may be skipped: any number."""
+"""A number of steps that no run reaches, for `optax.apply_if_finite`."""
 
 
 def compressed(
@@ -81,22 +81,21 @@ def compressed(
 
     Notes
     -----
-    Transformations before it in a chain see the gradients of one device: `optax.clip_by_global_norm` clips each
-    device's own. Transformations after it see the mean, the same on all devices. If a gradient on any device is not
-    finite, the mean is NaN on all, and residuals stay as they are; put the later transformations into
+    In a chain, earlier transformations see the gradients of one device: `optax.clip_by_global_norm` clips each device's
+    gradients separately. Later transformations see the mean, the same on all devices. If a gradient on any device is
+    not finite, the mean is NaN on all, and residuals stay as they are; put the later transformations into
     `optax.apply_if_finite` to skip such steps.
 
-    `tx.update` also takes ``weight``, how much this device's gradients count, see `MeshMean`.
-    So does that of a chain:
+    `tx.update` also takes ``weight``, how much this device's gradients count, see `MeshMean`. So does a chain:
     ``tx.update(gradients, state, params, weight=tokens)``.
 
-    Do not let Adam, RMSprop or others that divide by averages of squares follow a compressor of one bit, such as
-    `ScaledSign`: in a bucket all gradients then have the same square, and training is far worse. A transformation does
+    Do not let Adam, RMSprop or others that divide by averages of squares follow a compressor with one bit, such as
+    `ScaledSign`: it gives all gradients in a bucket the same square, and training is far worse. A transformation does
     not see what follows it, so nothing warns. Take `onebit_adam`, or 8 bits, such as `MinMaxUInt8`; one bit suits
     `optax.sgd`.
 
-    A compressor without ``traits.keeps_zero``, such as `ScaledSign`, returns other means than 0 for elements whose
-    gradients are 0 on all devices. Leave tensors with padding or pruned weights exact, or multiply the mean by a mask.
+    With a compressor without ``traits.keeps_zero``, such as `ScaledSign`, elements whose gradients are 0 on all devices
+    may get a mean other than 0. Leave tensors with padding or pruned weights exact, or multiply the mean by a mask.
 
     Examples
     --------
@@ -143,10 +142,10 @@ class OneBitAdamState(NamedTuple):
     momentum: PyTree
     """Adam's first moment of each parameter, in the dtype in which it is computed."""
     variance: PyTree
-    """Adam's second moment; after the warm-up, the constant and bias-corrected one from the freeze."""
+    """Adam's second moment; after the warm-up, the frozen variance, which is constant and bias-corrected."""
     residuals: Residuals
     measured: Array | tuple[()] = ()
-    """The step of the last measurement of the variance, int32 of shape (); without ``variance_steps`` nothing."""
+    """The step that last measured the variance, int32 of shape (); empty without ``variance_steps``."""
 
 
 def scale_by_onebit_adam(
@@ -177,8 +176,8 @@ def scale_by_onebit_adam(
     Returns
     -------
     optax.GradientTransformationExtraArgs
-        Its state is a `OneBitAdamState`. In a step with a value that is not finite the result is NaN, on all devices,
-        and the moments and residuals stay as they are.
+        Its state is a `OneBitAdamState`. If a value on any device is not finite, the result is NaN on all devices, and
+        moments and residuals stay as they are.
     """
     _require_no_arrays(freeze=freeze, b1=b1, b2=b2, eps=eps, variance_floor=variance_floor)
     if type(freeze) is not int or freeze < 1:
@@ -191,7 +190,7 @@ def scale_by_onebit_adam(
 
 
 class _Begun(NamedTuple):
-    """A step that begins. Moments are one vector, since a compiler takes time for every operation on every array."""
+    """A step's inputs. All moments are one vector, since each operation on each array takes compile time."""
 
     updates: Tree
     moments: list[Array]
@@ -297,7 +296,7 @@ class _OneBitAdam:
         return direction, momentum, begun.variance, residuals, accepted
 
     def _measure(self, begun: _Begun) -> _Moved:
-        """Make a step with the exact mean of the gradients, with which the variance is measured again."""
+        """Make a step with the exact mean of the gradients, which also measures the variance again."""
         gradient, residuals, accepted = self._exact_mean(begun)
         kept: Any = FromTable(_kept(self.adam.betas[1]), begun.state.step + 1 - begun.state.measured)
         (variance,) = measured([begun.variance], [gradient], [False], kept=[kept], floor=0.0)
@@ -316,7 +315,7 @@ class _OneBitAdam:
     def _exact_mean(self, begun: _Begun) -> tuple[Array, Residuals, Array]:
         """Return the exact mean of the gradients as one vector, the residuals, and whether it was accepted."""
         taken = begun.updates
-        # Before the mean, as in the core: a mean in half precision would lose bits that the moments have.
+        # Widened before the mean, as in the core: a mean in half precision would lose bits that the moments keep.
         wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, begun.moments, strict=True)]
         means, residuals, accepted = self.mean.average(
             taken.whole(wide), begun.state.residuals, begun.state.step, exactly=True, weight=begun.weight
@@ -429,7 +428,7 @@ def onebit_adam(
 
 
 def _require_no_arrays(**settings: object) -> None:
-    """Raise TypeError for settings that are arrays, as `optax.inject_hyperparams` makes them of all numbers."""
+    """Raise TypeError for settings that are arrays; `optax.inject_hyperparams` turns every number into one."""
     for name, value in settings.items():
         if isinstance(value, jax.Array):
             raise TypeError(
@@ -440,7 +439,7 @@ def _require_no_arrays(**settings: object) -> None:
 
 
 def _kept(beta2: float) -> list[float]:
-    """Return how much of a variance a measurement keeps, by the steps since the last one; the last is the least."""
+    """Return the share of a variance that a measurement keeps, by the steps since the last one, down to the least."""
     kept = [1.0]
     while kept[-1] > kept_after(beta2, _ALWAYS):
         kept.append(kept_after(beta2, len(kept)))
@@ -448,7 +447,7 @@ def _kept(beta2: float) -> list[float]:
 
 
 def _traced(schedule: Schedule, step: Array) -> Array:
-    """Return whether a schedule selects a step, which is traced, as 0 or 1."""
+    """Return 1 if a schedule selects a traced step, else 0."""
     try:
         return jnp.asarray(schedule(step), jnp.int32)
     except jax.errors.JAXTypeError as error:

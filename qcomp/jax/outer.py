@@ -1,4 +1,4 @@
-"""The outer loop for pytrees, between inner steps that `jax.jit` compiles."""
+"""The outer loop for pytrees over a communicator, run between inner steps that `jax.jit` compiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PytreeOuterLoop"]
 class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
     """A `qcomp.OuterLoop` for a pytree of parameters, over a communicator.
 
-    The caller makes the inner steps: compiled, with optax or by hand. The loop runs between them.
+    The caller makes the inner steps, compiled, with optax or by hand, and calls the loop after each.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
         return tree.whole(leaves), state
 
     def average(self, grads: PyTree, state: OptimizerState, comm: Transport) -> PyTree:
-        """Return the exact mean of the gradients in the warm-up, then the given ones; see `OuterLoop.average`.
+        """Return the exact mean of the gradients in the warm-up, later the given gradients; see `OuterLoop.average`.
 
         Parameters
         ----------
@@ -75,7 +75,7 @@ class PytreeOuterLoop(OnTrees[tuple[PyTree, OptimizerState]]):
     def step(
         self, params: PyTree, state: OptimizerState, comm: Transport, *, weight: float | None = None
     ) -> tuple[PyTree, OptimizerState]:
-        """Count an inner step, and exchange where it is due; see `OuterLoop.step`.
+        """Count an inner step, and exchange if that is due; see `OuterLoop.step`.
 
         Parameters
         ----------

@@ -1,9 +1,10 @@
-"""The codec of compiled means: what is compressed alike becomes the rows of one array.
+"""The codec of compiled means: buckets that are compressed alike become the rows of one array.
 
-A compiler takes time for every operation, and `Codec` makes some for each segment in the message of each rank. Here the
-buckets of all tensors with one compressor and dtype are the rows of one array, and the primitives are vectorised over
-rows. Tables say where the bytes of rows are in messages, so one operation moves the bytes of all segments. Payloads,
-draws, sums and residuals have the same bits: draws depend on the number of a bucket, which is an argument here.
+Every operation takes compile time, and `Codec` makes several for each segment in each rank's message. Here the buckets
+of all tensors with one compressor and dtype are the rows of one array, and the primitives are vectorised over rows.
+Tables say where the bytes of each row are in the messages, so one operation moves the bytes of all segments. Payloads,
+draws, sums and residuals have the same bits as `Codec`'s; draws depend on the number of a bucket, which is passed as an
+argument.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ __all__ = ["PackedCodec", "cut"]
 
 Array = Any  # as the functions of JAX take it
 Rank = Any
-"""The number of a device, as a traced integer."""
+"""The index of a device, as a traced integer."""
 Table = np.ndarray[Any, Any]
 
 _WINDOWS = 1 << 16, 512, 4, 1
-"""How many elements are moved at once: the largest number that a move has, so that tables stay small."""
+"""The possible numbers of elements that move at once. Each move uses the largest that fits, so that tables stay
+small."""
 _MOST_INT32 = 2**31 - 1
 
 
 _VERDICT_BYTES = 4
-"""Of a verdict and the zeros behind it in every message."""
+"""Bytes of the verdict in every message, including the zeros behind it."""
 
 
 class _Kind(NamedTuple):
@@ -65,7 +67,7 @@ class _Kind(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive buckets of a segment, which are consecutive rows of a kind."""
+    """Consecutive buckets of a segment, stored as consecutive rows of a kind."""
 
     kind: _Kind
     row: int
@@ -74,7 +76,7 @@ class _Run(NamedTuple):
     start: int
     """First element within the segment."""
     bucket: int
-    """Number of the first bucket in keys."""
+    """Number of the first bucket, as in keys."""
 
     @property
     def elements(self) -> int:
@@ -83,17 +85,17 @@ class _Run(NamedTuple):
 
 
 class _PartOfTensor(NamedTuple):
-    """A part of a tensor that is in consecutive rows of a kind."""
+    """A part of a tensor, stored in consecutive rows of a kind."""
 
     tensor: int
     kind: _Kind
     start: int
-    """First element in the rows."""
+    """First element, counted in the rows."""
     size: int
 
 
 class _Range(NamedTuple):
-    """Elements of one vector that are moved to another."""
+    """A move of consecutive elements from one vector to another."""
 
     source: int
     target: int
@@ -166,7 +168,7 @@ class _Packing:
 
     @cached_property
     def parts(self) -> list[_PartOfTensor]:
-        """The parts of tensors in the order of tensors; frames must hold a tensor's segments in their order."""
+        """The parts of tensors, ordered by tensor; frames must hold each tensor's segments in order."""
         found: dict[int, list[_PartOfTensor]] = defaultdict(list)
         for segment, run in self.each():
             tensor, start = segment.tensor, run.row * run.kind.size
@@ -178,7 +180,7 @@ class _Packing:
         return [part for of_tensor in found.values() for part in of_tensor]
 
     def numbers(self, kind: _Kind, rows: int) -> Table:
-        """Return the bucket number of each row of a kind, and numbers for more rows up to ``rows``; int32."""
+        """Return the bucket number of each row of a kind, continued up to ``rows`` rows, as int32."""
         found = [
             np.arange(run.bucket, run.bucket + run.buckets) for _, run in self.each() if run.kind == kind
         ]
@@ -218,19 +220,19 @@ class _Packing:
         return moves
 
     def messages(self, fields: _Fields) -> list[_Range]:
-        """Return the moves from the fields of all rows, and a verdict that follows them, to all messages."""
+        """Return the moves from the fields of all rows, and from the verdict behind them, to all messages."""
         verdicts = [_Range(fields.nbytes, verdict, _VERDICT_BYTES) for verdict in self.verdicts]
         return [*(move.back() for move in self.payloads(fields)), *verdicts]
 
     @property
     def verdicts(self) -> list[int]:
-        """The byte of each verdict in all messages, one after the other."""
+        """The byte of each verdict in the sequence of all messages."""
         starts = accumulate([frame.nbytes for frame in self.frames], initial=0)
         return [start + frame.offsets[-1] for start, frame in zip(starts, self.frames, strict=False)]
 
 
 class _Fields(NamedTuple):
-    """Where one vector holds the bytes of each field, for the payloads of all rows."""
+    """The layout of a vector with the payloads of all rows, field by field."""
 
     counts: Mapping[_Kind, int]
     firsts: dict[tuple[_Kind, int], int]
@@ -238,7 +240,7 @@ class _Fields(NamedTuple):
 
     @classmethod
     def of(cls, counts: Mapping[_Kind, int]) -> _Fields:
-        """Return the places of the fields of this many rows."""
+        """Return the layout for these numbers of rows."""
         firsts, end = {}, 0
         for kind, count in counts.items():
             for field, width in enumerate(kind.widths):
@@ -256,7 +258,7 @@ class _Fields(NamedTuple):
         return _joined([*parts, verdict, jnp.zeros(_VERDICT_BYTES - 1, jnp.uint8)])
 
     def payloads(self, data: Array) -> dict[_Kind, Array]:
-        """Return the payloads of all rows from the bytes of all fields, which may have a first axis."""
+        """Return the payloads of all rows from the bytes of all fields; ``data`` may have a leading axis."""
         found, before = {}, data.shape[:-1]
         for kind, rows in self.counts.items():
             pieces, end = [], 0
@@ -271,7 +273,7 @@ class _Fields(NamedTuple):
 
 
 class PackedCodec(Codec):
-    """A `Codec` for traced arrays, whose programs are small: see the module.
+    """A `Codec` for traced arrays that keeps programs small; the module's docstring says how.
 
     Frames must hold the segments of a tensor in their order.
     """
@@ -354,7 +356,7 @@ class PackedCodec(Codec):
     def _apart(
         self, compute: Callable[[], dict[_Kind, Any]], parts: Sequence[_PartOfTensor], like: Array | None
     ) -> tuple[dict[_Kind, Any], list[Any]]:
-        """Return what a function computes for each kind, and where parts of tensors begin.
+        """Return a function's results for each kind, and the starts of the parts of tensors.
 
         See `TracedKernels.apart`.
         """
@@ -374,7 +376,7 @@ class PackedCodec(Codec):
 
     @cached_property
     def _hidden(self) -> dict[tuple[int, ...], list[Array]]:
-        """Numbers that the compiler does not know any more, since each such number takes it time."""
+        """A cache of numbers hidden from the compiler, since hiding each takes compile time."""
         return {}
 
     def serve(
@@ -387,8 +389,8 @@ class PackedCodec(Codec):
     ) -> Compressed:
         """Average the messages for this device's chunk, and compress the average for all.
 
-        The program is the same for all devices: there are as many rows of each kind as the device with the most has,
-        and each device reads its own tables.
+        The program is the same for all devices: each kind has as many rows as the device with the most needs, and each
+        device reads its own tables.
 
         Parameters
         ----------
@@ -399,7 +401,8 @@ class PackedCodec(Codec):
         arrived : sequence of arrays
             The message of each device for this device's chunk.
         residuals : sequence of arrays
-            At most one: the residuals of the chunk's segments, and zeros up to the size of the largest chunk.
+            At most one array: the residuals of the chunk's segments, padded with zeros to the size of the largest
+            chunk.
         key : Key
             The key of this device's draws.
         """
@@ -431,16 +434,16 @@ class PackedCodec(Codec):
 
 
 def cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the parts of a flat vector that consists of tensors of these sizes, as `cut_like` does.
+    """Cut a flat vector into parts of these sizes, as `cut_like` does.
 
-    XLA compiles a slice for every place in a vector, but only one for every size if it does not know the places.
+    XLA compiles a slice for every known place in a vector, but only one for every size if places are unknown to it.
     """
     ends = list(accumulate(sizes))
     return _slices(joined, [(end - size, end) for size, end in zip(sizes, ends, strict=True)])
 
 
 def _slices(x: Array, places: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return slices of a vector, from their first elements and the ones after their last."""
+    """Return slices of a vector, from pairs of start and stop."""
     kernels = chosen(x)
     if len(places) == 1 or not isinstance(kernels, TracedKernels):
         return [_slice(x, start, stop) for start, stop in places]
@@ -461,14 +464,14 @@ def _joined(parts: Sequence[Array]) -> Array:
 
 
 def _moved(source: Array, moves: Sequence[Sequence[_Range]], size: int, rank: Rank | None = None) -> Array:
-    """Return a vector of zeros to which elements of another vector were moved.
+    """Return a vector into which elements of another were moved, with zeros elsewhere.
 
     Parameters
     ----------
     source : array, shape (length,) or (ranks, length)
         With two axes, the vector of each rank.
     moves : sequence of sequences of _Range
-        The moves of each device, or of all.
+        The moves of each device, or one sequence for all.
     size : int
         The length of the result.
     rank : traced int, optional
@@ -485,7 +488,7 @@ def _moved(source: Array, moves: Sequence[Sequence[_Range]], size: int, rank: Ra
     moved = jnp.zeros((*source.shape[:-1], size), source.dtype)
     wide = max(size, source.shape[-1]) > _MOST_INT32
     for window, of_devices in tables.items():
-        # What is moved beyond the end is dropped.
+        # Elements that are moved beyond the end are dropped.
         table = np.full((len(moves), max(map(len, of_devices)), 2), (0, size))
         for places, found in zip(table, of_devices, strict=True):
             places[: len(found)] = np.asarray(found, table.dtype).reshape(-1, 2)
@@ -496,7 +499,7 @@ def _moved(source: Array, moves: Sequence[Sequence[_Range]], size: int, rank: Ra
 
 
 def _move_windows(source: Array, target: Array, places: Array, window: int) -> Array:
-    """Return the target with windows of the source: ``places`` has their first elements in both."""
+    """Copy windows of the source into the target; ``places`` has the first element of each in both."""
     if source.ndim > 1:
         each: Array = jax.vmap(lambda s, t: _move_windows(s, t, places, window))(source, target)
         return each
@@ -551,7 +554,7 @@ def _numbers(kind: _Kind, packings: Sequence[_Packing], rank: Rank | None = None
         return None
     rows = max(packing.counts.get(kind, 0) for packing in packings)
     table = np.stack([packing.numbers(kind, rows) for packing in packings])
-    if (np.diff(table, axis=1) == 1).all():  # no table of all buckets in the program
+    if (np.diff(table, axis=1) == 1).all():  # keeps a table of all buckets out of the program
         first = table[0, 0] if rank is None else _at(table[:, 0], rank)
         return first + jnp.arange(rows, dtype=jnp.int32)
     return jnp.asarray(table[0]) if rank is None else _at(table, rank)
@@ -570,7 +573,7 @@ def _encoded(kind: _Kind, values: Array, residual: Array | None, key: Key, numbe
         return primitives.encode(kind.compressor, x, residual, own)
 
     rows, owed = (None if x is None else jnp.reshape(x, (-1, kind.size)) for x in (values, residual))
-    with use_kernels(None):  # these would be traced for one row
+    with use_kernels(None):  # kernels would be traced for a single row
         encoded: Encoded = jax.vmap(encode)(rows, owed, numbers)
     return encoded
 
@@ -599,7 +602,7 @@ def _mean(kind: _Kind, data: Array) -> Array:
     def add(total: Array, data: Array) -> tuple[Array, None]:
         return total + _decoded(kind, data), None
 
-    # Zeros that differ between devices if the payloads do; the sign of a zero sum is lost in `finish_mean`.
+    # Zeros that JAX takes to differ between devices if the payloads do. `finish_mean` drops the sign of a zero sum.
     zero = (data[0, 0, :1] * 0).astype(kind.dtype)
     total, _ = jax.lax.scan(add, jnp.broadcast_to(zero, (data.shape[1], kind.size)), data)
     return primitives.finish_mean(total, data.shape[0])

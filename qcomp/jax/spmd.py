@@ -1,10 +1,10 @@
-"""The stages of the core on an axis of a mesh, inside `jax.shard_map`: one program for all ranks.
+"""Runs the stages of the core over an axis of a mesh, inside `jax.shard_map`, as one program for all ranks.
 
-The core has a program for each rank, since a layout belongs to a rank. Here the rank is the index of a device, which is
-known only when the program runs. The rank matters in two places. Random draws depend on it, and a key takes the index
-as it is. In two phases each rank serves another chunk, whose messages are laid out differently: in `PackedCodec.serve`
-each device reads its own tables. The collectives of XLA need messages of equal length, so all messages of an exchange
-are padded with zeros to the length of the longest.
+In the core, layouts depend on the rank, so each rank runs its own program. Here the rank is the index of a device,
+which is known only when the program runs. It matters in two places. Random draws depend on the rank, and their keys
+take the traced index. In two phases each rank serves another chunk, whose messages have another layout; so in
+`PackedCodec.serve` each device reads its own tables. The collectives of XLA need messages of equal length, so all
+messages of an exchange are padded with zeros to the length of the longest.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _answer(request: Exchange, axis_name: str) -> list[Array]:
     send: Any = request.send
     if isinstance(request, AllToAll):
         rows = jax.lax.all_to_all(jnp.stack(send), axis_name, split_axis=0, concat_axis=0)
-    else:  # what all devices hold alike may leave a shard_map as one value; jax.vmap knows no such types
+    else:  # values equal on all devices may leave a shard_map as one value; jax.vmap lacks these types
         in_shard_map = axis_name in jax.sharding.get_abstract_mesh().manual_axes
         rows = jax.lax.all_gather(request.send, axis_name, to="invarying" if in_shard_map else "varying")
     return [rows[rank] for rank in range(len(request.receive))]
@@ -113,7 +113,7 @@ class _OnAxis:
         self.axis_name = axis_name
 
     def on_axis(self, stages: Callable[[Call], Stages[Averaged]], call: Call) -> Stages[Averaged]:
-        """Run stages with the draws of this device; their means are NaN already if any device has refused."""
+        """Run stages with this device's draws, and drop verdicts: means are NaN if any device has refused."""
         averaged = yield from stages(
             call._replace(key=call.key._replace(rank=jax.lax.axis_index(self.axis_name)))
         )
@@ -133,7 +133,7 @@ class _AllGatherOnAxis(_OnAxis, GatherAll):
 
 
 class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
-    """The server residuals of a rank are one vector, of the size of the largest chunk."""
+    """Two phases on an axis; each rank's server residuals are one vector, as large as the largest chunk."""
 
     allows_rounds: ClassVar[bool] = False
 
@@ -164,7 +164,7 @@ class _TwoPhaseOnAxis(_OnAxis, TwoPhase):
 
 
 def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Array:
-    """Return a server's message; its verdict refuses if any message that arrived there refuses."""
+    """Return a server's message; its verdict refuses if any message that the server received refuses."""
     told: Any = concat(list(verdicts.require_accepted(compressed.error)))
     message: Any = compressed.messages[0]
     joined: Array = message.at[own.offsets[-1]].max(jnp.max(told))
@@ -174,7 +174,8 @@ def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Ar
 def _require_no_axis_of_the_compiler(axis_name: str) -> None:
     """Raise ValueError if the compiler may cut tensors along an axis.
 
-    It would exchange their parts inside a switch in which each device runs another branch, and all would wait.
+    The compiler would exchange parts of tensors inside a switch in which each device runs another branch, and all
+    devices would wait forever.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
@@ -232,7 +233,7 @@ class SpmdMean(CompressedMean):
 class SpmdPowerSGDMean(PowerSGDMean):
     """A `PowerSGDMean` over an axis of a mesh, for `drive`; the rank in its states is 0 on all devices.
 
-    A row of zeros in a right factor stands for that row of the first factor, so that states may begin with zeros.
+    A row of zeros in a right factor stands for the same row of the initial factor, so that states may begin with zeros.
 
     Parameters
     ----------
@@ -259,7 +260,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
         return super().begin(tensors, state._replace(server=tuple(begun)), terms)
 
     def _has_owners(self, size: int) -> bool:
-        """Return whether factors have owners: JAX only knows that all devices hold the same if one has sent it."""
+        """Return whether factors have owners: only what one device has sent to all does JAX know to be equal on all."""
         return size > 1
 
     def _number(self, state: MeanState) -> Any:  # noqa: ARG002 - known when the program runs
@@ -316,7 +317,7 @@ class _SpmdOwnedLayout(_SpmdLayout, OwnedLayout):
 
 
 class _CodecOfOwner(PackedCodec):
-    """A codec whose means are those of a chunk's whole tensors, as the core's."""
+    """A codec that averages the whole tensors of a chunk, and returns only these."""
 
     def average(
         self, opened: Sequence[Opened], places: Sequence[Array] | None = None, *, divisor: str = "ranks"
@@ -327,7 +328,7 @@ class _CodecOfOwner(PackedCodec):
 
 
 class _OwnersOnAxis(_OnAxis, Owners):
-    """The momenta of a rank are one vector, of the size of the largest chunk, and so are its residuals."""
+    """Owners on an axis; a rank's momenta, and its residuals, are one vector as large as the largest chunk."""
 
     shortens = False
 
@@ -410,7 +411,7 @@ class SpmdOwnedMean(OwnedMean):
 
     @cached_property
     def resolved(self) -> Owners:
-        """Two phases around the rule, on the axis."""
+        """Two phases on the axis, with the rule between them."""
         return _OwnersOnAxis(self.updates, self.rule, self.repaid, self.axis_name)
 
     def cut(self, joined: Array, sizes: Sequence[int]) -> list[Array]:

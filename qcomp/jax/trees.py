@@ -1,4 +1,4 @@
-"""Pytrees over a communicator: an optimizer or a mean of the core, for parameters in nested containers."""
+"""Optimizers and means of the core for pytrees, over a communicator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tree(NamedTuple):
     leaves: list[Array]
     """The arrays."""
     structure: Any
-    """The containers that they were in."""
+    """The containers that held the arrays."""
 
     @classmethod
     def of(cls, tree: PyTree, argument: str) -> Tree:
@@ -65,7 +65,7 @@ class Tree(NamedTuple):
 
     @classmethod
     def of_state(cls, tree: PyTree, argument: str, names: tuple[str, ...]) -> Tree:
-        """Take a pytree apart whose arrays have the paths in a state.
+        """Take apart a pytree whose arrays must have the paths in a state.
 
         Parameters
         ----------
@@ -97,7 +97,7 @@ class Tree(NamedTuple):
         Raises
         ------
         ValueError
-            If it has another structure, naming a path that only one of the two has.
+            If the structures differ; the error names a path that only one of them has.
         """
         leaves, structure = jax.tree_util.tree_flatten(tree)
         if structure == self.structure or names_of(tree) == self.names:
@@ -113,7 +113,7 @@ class Tree(NamedTuple):
 
 
 def _names(tree: PyTree) -> Iterator[str]:
-    """Yield the path of each array, without the name that flax.nnx gives to the inside of a variable.
+    """Yield the path of each array, without the key that flax.nnx adds for the value inside a variable.
 
     `flax.nnx.Optimizer` passes variables to ``init``, and their arrays to ``update``.
     """
@@ -142,7 +142,7 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
 
 
 class OnTrees(ABC, Generic[Loaded]):
-    """Base of what starts and resumes a replica of the core from a pytree."""
+    """Base of the classes that start and resume a replica of the core for a pytree."""
 
     @property
     @abstractmethod
@@ -176,7 +176,7 @@ class OnTrees(ABC, Generic[Loaded]):
         strict: bool = True,
         lost: Literal["raise", "drop"] = "raise",
     ) -> Loaded:
-        """Return the state saved by `state_dict`, and for an outer loop the parameters before it.
+        """Return the state saved by `state_dict`; an outer loop returns the parameters and the state.
 
         See `Optimizer.load_state_dict`.
 
@@ -185,7 +185,7 @@ class OnTrees(ABC, Generic[Loaded]):
         saved : mapping of str to array or scalar, or sequence of them
             This rank's own dict, or the dicts of all ranks that saved.
         params, comm
-            As for `init`; with an outer loop, parameters with any values.
+            As for `init`; an outer loop ignores the values of the parameters.
         strict, lost
             As for `Optimizer.load_state_dict`.
         """
@@ -215,8 +215,8 @@ class PytreeOptimizer(OnTrees[OptimizerState]):
     -----
     A state is the `OptimizerState` of the core, with the paths of the arrays as names. It is a pytree: its arrays are
     leaves, all else is static. So `jax.tree.map`, `jax.device_put` and `jax.block_until_ready` apply to it. A
-    checkpoint also needs what is static, so save what `state_dict` returns: with `numpy.savez`, pickle or
-    ``flax.serialization.msgpack_serialize``, but not with Orbax, which takes no texts and no empty arrays.
+    checkpoint also needs the static fields, so save the result of `state_dict`: with `numpy.savez`, pickle or
+    ``flax.serialization.msgpack_serialize``, but not with Orbax, which takes neither texts nor empty arrays.
 
     Examples
     --------
@@ -343,14 +343,14 @@ class PytreeMean:
         Parameters
         ----------
         tree : pytree of arrays
-            With the structure, shapes and dtypes of what will be averaged.
+            A tree with the structure, shapes and dtypes of the trees to average.
         comm : Communicator
             The ranks.
 
         Raises
         ------
         MismatchError
-            On every rank, if the ranks have arrays of other paths, or in another order.
+            On every rank, if the paths of the arrays, or their order, differ between ranks.
         """
         taken = Tree.of(tree, "tree")
         handshake(comm, {"names": list(taken.names)}, like=taken.leaves[0])
@@ -414,10 +414,10 @@ def _register(kind: Any, arrays: tuple[str, ...]) -> None:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a static field as a value that can be hashed, equal for equal states."""
+    """Return a hashable value of a static field; equal states give equal values."""
     if not isinstance(value, Mapping):
         return value
-    # A NaN is equal only to itself: with one of a loaded state, jax.jit would compile again.
+    # NaN objects are unequal unless identical, so the NaN of a loaded state would make jax.jit compile again.
     return tuple(sorted((name, math.nan if math.isnan(number) else number) for name, number in value.items()))
 
 

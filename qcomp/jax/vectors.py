@@ -20,12 +20,12 @@ __all__ = ["correction", "cut_like", "joined", "zeros_like"]
 
 
 def joined(arrays: Sequence[Array]) -> Array:
-    """Return the elements of arrays as one vector, since a compiler takes time for every operation on every array."""
+    """Return the elements of arrays as one vector, since each operation on each array takes compile time."""
     return jax.lax.concatenate([jnp.ravel(x) for x in arrays], 0)
 
 
 def cut_like(vector: Array, like: PyTree) -> Any:
-    """Return a vector as a pytree like another, in its dtypes; the inverse of `joined`."""
+    """Cut a vector into a pytree with the structure, shapes and dtypes of another; the inverse of `joined`."""
     leaves, structure = jax.tree.flatten(like)
     parts = zip(cut(vector, [jnp.size(x) for x in leaves]), leaves, strict=True)
     return jax.tree.unflatten(
@@ -46,6 +46,6 @@ def correction(beta: float, count: Array) -> Array:
 
 @lru_cache(64)
 def _corrections(beta: float) -> Table:
-    """Return the corrections until 1 - beta^count is 1 in float32."""
+    """Return the corrections by count, until one is 1 in float32."""
     steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
     return np.asarray(bias_corrections([(beta, beta)] * steps, 0, range(1, steps + 1)))

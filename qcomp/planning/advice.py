@@ -1,4 +1,4 @@
-"""The comparison of all methods, and a recommendation whether and how to compress."""
+"""Compares all methods, and recommends whether and how to compress."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from qcomp.planning.model import Method, StepTime, pays_between, require_share, 
 from qcomp.planning.numbers_with_units import finite, show_bandwidth, show_bytes, show_seconds
 
 WORTHWHILE = 1.2
-"""The smallest recommended speed-up, since the model is within a fifth of measured steps."""
+"""The smallest speed-up that is recommended, since predictions are within a fifth of measured steps."""
 
 
 class Row(NamedTuple):
@@ -31,17 +31,17 @@ class Row(NamedTuple):
     run_speedup: float
     """Speed-up of a run, whose first steps are exact if the method compresses."""
     break_even: float | None
-    """Bandwidth between nodes below which the method is faster than that all-reduce: 0 if on no link, infinity if on
-    every link above `pays_above`. None for an all-reduce."""
+    """Bandwidth between nodes below which the method is faster than the faster all-reduce: 0 if it is on no link,
+    infinity if it is on every link above `pays_above`. None for an all-reduce."""
     known: Evidence | None
-    """What is known about the method's steps to a loss. None if nothing is known, and for an exact mean, which needs as
-    many steps as exact training: an all-reduce, or a mean with a lossless compressor."""
+    """Evidence of the method's steps to a loss. None if there is none, and for exact means (an all-reduce, or a
+    lossless compressor), which need as many steps as exact training."""
     loss_speedup: float
-    """Speed-up of a run to the same loss over that all-reduce. If the steps to a loss are not known, the method counts
-    `UNMEASURED` steps for each exact one."""
+    """Speed-up of a run to the same loss over the faster all-reduce. If the method's steps to a loss are not known, it
+    is charged `UNMEASURED` steps for each exact one."""
     pays_above: float = 0.0
-    """Bandwidth between nodes above which the method is faster than that all-reduce; not 0 for a method that saves
-    messages, but sends more bytes."""
+    """Bandwidth between nodes above which the method is faster than the faster all-reduce; above 0 for a method that
+    saves messages but sends more bytes."""
 
     @property
     def measured(self) -> bool:
@@ -50,14 +50,14 @@ class Row(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """How many steps the comparison counts for each step of exact training."""
+        """The number of the method's steps that the comparison counts for each step of exact training."""
         if _is_exact(self.time.method):
             return 1.0
         return UNMEASURED if self.known is None else self.known.counted
 
 
 def _is_exact(method: Method) -> bool:
-    """Return whether every step of a method gets the mean of all gradients, as exact training does."""
+    """Return whether every step of a method uses the exact mean of all gradients, as exact training does."""
     return type(method) is Method and all(compressor.traits.lossless for compressor in method.sends)
 
 
@@ -109,9 +109,9 @@ class Advice:
     def document(self) -> dict[str, Any]:
         """The output of `qcomp plan --json`: seconds, bytes, bytes per second, and None for infinity.
 
-        A method is faster between the bandwidths ``pays_above`` and ``pays_below``, in the table a range or "above".
-        ``pays_above`` is 0 if there is no lower limit, ``pays_below`` None if there is no upper one, and both are 0 if
-        the method is faster on no link. All-reduces do not have them.
+        A method is faster between the bandwidths ``pays_above`` and ``pays_below``, which the table shows as a range or
+        as "above". ``pays_above`` is 0 without a lower limit, ``pays_below`` is None without an upper limit, and both
+        are 0 if the method is faster on no link. All-reduces have neither.
         """
         methods = []
         for row in self.rows:
@@ -178,7 +178,7 @@ class Advice:
         return cells
 
     def _known(self) -> list[str]:
-        """Return a line for each record about steps to a loss, and lines about how they count."""
+        """Return a line for each record of steps to a loss, and lines about how the comparison counts these steps."""
         if self.task is None:
             return []
         told = {f"{row.time.method.kind}: {row.known.text}." for row in self.rows if row.known is not None}
@@ -214,7 +214,7 @@ def methods_of(
     """Return the methods compared by default.
 
     These are the plain all-reduces, also in 16 bits if gradients have 32, and each compressor in each topology that
-    suits the cluster. Without compressors, one of each kind is used.
+    suits the cluster. By default there is one compressor of each kind.
     """
     plain = [Method("ring"), Method("tree")]
     if gradient_bytes == 4:
@@ -226,7 +226,7 @@ def methods_of(
 
 
 def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, ...]:
-    """Return all kinds of methods that the machine has figures for, and PowerSGD and Muon if the job has shapes.
+    """Return methods of every kind for which the machine has figures; PowerSGD and Muon only if the job has shapes.
 
     These are the methods of `methods_of`; a sparse compressor; outer loops with published settings and with short
     rounds, hierarchical if ranks share a node's link; PowerSGD of rank 1, 2 and 4; and Muon, with and without an owner
@@ -236,14 +236,14 @@ def methods_for(job: Job, cluster: Cluster, machine: Machine) -> tuple[Method, .
 
 
 def compressors_for() -> tuple[Compressor, ...]:
-    """Return the compressors whose speeds a machine needs for all kinds of methods of `methods_for`."""
+    """Return the compressors whose speeds a machine needs for all methods of `methods_for`."""
     found = _all_methods(Job(1, 0.0, shapes=((1, 1),)), Cluster(1, Link(1.0)))
     of_spec = {c.spec: c for method in found for c in method.sends if not c.traits.lossless}
     return tuple(of_spec.values())
 
 
 def _all_methods(job: Job, cluster: Cluster) -> tuple[Method, ...]:
-    """Return all kinds of methods, and PowerSGD and Muon if the job has shapes."""
+    """Return methods of every kind; PowerSGD and Muon only if the job has shapes."""
     found = methods_of(cluster, job.gradient_bytes)
     sparse = TopK(k=64, bucket_size=4096, value_bits=2)
     found += tuple(Method(name, sparse) for name in ("two_phase", "all_gather"))
@@ -277,13 +277,13 @@ def advise(
     Parameters
     ----------
     job : Job
-        What a step computes and averages.
+        The computation and the parameters of a step.
     cluster : Cluster
         The ranks and their links.
     machine : Machine
         How fast a rank encodes and decodes; by default the measured figures of one core.
     methods : sequence of Method, optional
-        The methods to compare, with at least one all-reduce at full precision; by default what `methods_for` returns.
+        The methods to compare, with at least one all-reduce at full precision; by default those of `methods_for`.
     warmup : float
         The share of steps that are exact in a run that compresses, as in 1-bit Adam. PowerSGD, Muon, outer loops and
         lossless compressors have none.
@@ -293,10 +293,10 @@ def advise(
     Returns
     -------
     Advice
-        It recommends the method whose run reaches a loss first, if this run is at least `WORTHWHILE` times as fast as
-        with every all-reduce. It recommends a compressed ring only if the ring is also that much faster than every
-        other compressed method. A method whose steps to a loss were not measured counts as if it needed `UNMEASURED`
-        steps for each exact one.
+        The comparison, with a recommendation: the method whose run reaches a loss first, if this run is at least
+        `WORTHWHILE` times as fast as with every all-reduce. A compressed ring must also be that much faster than every
+        other compressed method. A method whose steps to a loss were not measured is charged `UNMEASURED` steps for each
+        exact one.
 
     Examples
     --------
@@ -345,7 +345,7 @@ def _ratio(plain: float, seconds: float) -> float:
 
 
 def _merit(row: Row) -> float:
-    """Return the figure of merit of a compressed method; methods that round in every hop must be clearly faster."""
+    """Return the score of a compressed method; methods that round in every hop must be clearly faster to win."""
     rounds_in_every_hop = topology(row.time.method.topology).roundings is None
     return row.loss_speedup / (WORTHWHILE if rounds_in_every_hop else 1.0)
 
@@ -358,7 +358,7 @@ def _recommend(rows: Sequence[Row], cluster: Cluster, task: str | None) -> tuple
     if not compressed:
         return exact, f"Nothing that compresses was compared; {exact.time.method.label} is the fastest."
     best = max(compressed, key=_merit)
-    if best.loss_speedup < WORTHWHILE * exact.loss_speedup:  # then name a method whose steps are known
+    if best.loss_speedup < WORTHWHILE * exact.loss_speedup:  # if so, name a method whose steps are known
         best = max((row for row in compressed if row.measured), key=_merit, default=best)
     gain = best.loss_speedup / exact.loss_speedup
     name, other = best.time.method.label, exact.time.method.label

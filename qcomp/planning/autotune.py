@@ -1,4 +1,4 @@
-"""Chooses among methods of averaging during the first steps, by the time that they take."""
+"""Chooses the fastest of several methods of averaging, by timing them during the first steps."""
 
 import math
 import statistics
@@ -42,15 +42,15 @@ class TunedState(NamedTuple):
     nodes: tuple[tuple[int, ...], ...]
     """The node of each rank, for each method; empty for methods that do not depend on nodes."""
     owed: tuple[Array, ...] = ()
-    """What the previous method has lost, and the next step adds to this rank's tensors."""
+    """What the previous method still owes; the next step adds it to this rank's tensors."""
 
 
 @dataclass(frozen=True)
 class Autotune:
     """Tries each of several means for a few steps, then keeps the fastest: used like a `CompressedMean`.
 
-    All steps count: each returns a mean of its inputs. When a method is left, each rank adds its part of what the
-    method still owes to its values of the next step. For DistributedDataParallel pass it to
+    No step is wasted: each returns a mean of its inputs. When a method is left, each rank adds its part of what that
+    method still owes to its values in the next step. For DistributedDataParallel pass it to
     `qcomp.integrations.ddp.autotune`, which times whole steps, including overlap.
 
     Parameters
@@ -69,15 +69,15 @@ class Autotune:
     Raises
     ------
     ValueError
-        If there are no methods, one has no residuals but estimates, or a number is out of range.
+        If there are no methods, a method's state holds estimates instead of residuals, or a number is out of range.
 
     Notes
     -----
     A method's time is the largest of the ranks' medians, that is, the time of the slowest rank. Methods that take at
-    most 1.5 times as long as the fastest have a second round, in reverse order. The lower of their two times counts,
-    since other work of the machine can only make steps slower. All ranks compute the choice from the same numbers: once
-    a round, every rank sends 8 bytes per method to each other rank. The choice is the first method whose time is at
-    most (1 + margin) times the fastest time. It is final.
+    most 1.5 times as long as the fastest are timed in a second round, in reverse order. The lower of the two times
+    counts, since other work on the machine can only make steps slower. All ranks compute the choice from the same
+    numbers: once a round, every rank sends 8 bytes per method to each other rank. The choice is the first method whose
+    time is at most (1 + margin) times the fastest time. It is final.
 
     Sum identity: after any step, the means add up to the sum of the exact means, minus what the current method and
     ``TunedState.owed`` still owe, up to rounding.
@@ -161,7 +161,7 @@ class Autotune:
         Raises
         ------
         ValueError
-            On every rank, if a rank's steps took less than no time: its clock went back.
+            On every rank, if a rank measured negative seconds, because its clock went back.
         """
         times, each = (*tuning.times, seconds), self.steps + 1
         if len(times) < each * (len(tuning.again) or len(self.methods)):
@@ -276,7 +276,7 @@ class Autotune:
         return means, TunedState(tuning, begun, state.nodes, tuple(owed(mean, kept)))
 
     def _require_no_draws(self) -> None:
-        """Raise ValueError if any method draws random numbers, not only when its turn comes."""
+        """Raise ValueError if any method draws random numbers, even before its turn."""
         for name, mean in self.methods.items():
             if any(compressor.traits.random for compressor in mean.sends):
                 raise ValueError(f"key is None; {name!r} draws random numbers and needs a qcomp.Key")
@@ -288,7 +288,7 @@ class Autotune:
 
 
 def _plus(x: Any, owed: Sequence[Array]) -> Any:
-    """Return arrays plus what is owed, in the dtype of computation."""
+    """Return arrays plus what is owed, in the dtype in which they are computed."""
     tensors = as_list(x)
     found, expected = [math.prod(t.shape) for t in tensors], [e.shape[0] for e in owed]
     if found != expected:

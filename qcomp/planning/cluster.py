@@ -25,18 +25,18 @@ class Job:
         The share of `compute` in which plain training already sends gradients as they become ready, as
         DistributedDataParallel does; 0 if sending starts when all are ready. The backward pass is about 0.6 of a step.
     buckets : int
-        Number of pieces that are sent one after the other if sending overlaps.
+        Number of pieces in which gradients are sent, one after the other, if sending overlaps.
     overlap_compressed : bool
         Whether compressed messages overlap too. False for the optimizers of this package, whose steps start when all
         gradients are ready.
     exact : int
-        Number of parameters in exact tensors (small ones, norms and biases), which are sent with the compressed ones,
-        as float32.
+        Number of parameters in exact tensors (small ones, norms and biases), which travel as float32 beside the
+        compressed ones.
     tensors : int
         Number of compressed tensors. It matters only if the fixed time per tensor was measured.
     shapes : tuple of shapes
-        The shapes of all parameters, for methods that depend on them (PowerSGD and Muon), of ``params`` elements in
-        all; empty if they are not known.
+        The shapes of all parameters, with ``params`` elements in total, for methods that depend on shapes (PowerSGD and
+        Muon); empty if not known.
     """
 
     params: int

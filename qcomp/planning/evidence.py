@@ -1,4 +1,4 @@
-"""Evidence from committed studies on how many steps a method needs to a loss."""
+"""Evidence, from the studies in this repository, of how many steps a method needs to reach a loss."""
 
 import json
 import math
@@ -14,7 +14,8 @@ from qcomp.planning.methods import MuonMethod, OuterMethod, PowerSGDMethod
 from qcomp.planning.model import Method
 
 UNMEASURED = 3.0
-"""Steps that a comparison counts for each step of exact training, if a method's steps to a loss were not measured."""
+"""The steps that a comparison charges a method for each step of exact training, if its steps to a loss were not
+measured."""
 TASKS = ("language model", "residual network", "adversarial network")
 """The tasks of the studies."""
 STUDIED: Mapping[str, Callable[..., OuterLoop]] = {
@@ -23,7 +24,7 @@ STUDIED: Mapping[str, Callable[..., OuterLoop]] = {
     "SparseLoCo": partial(sparse_loco, averaging=Averaging(topology="all_gather")),
     "MuLoCo": partial(muloco, scale=1.0),
 }
-"""The outer loops of the studies. SparseLoCo was divided by all ranks, and MuLoCo had its rate once."""
+"""The outer loops of the studies. SparseLoCo divided sums by all ranks, and MuLoCo applied its outer rate only once."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,16 @@ class Evidence:
     warmup : float
         The method's share of exact steps.
     ratio : float or None
-        The method's steps to the lowest loss that both reach, for each step of exact training; None if the study has
-        no curves.
+        The method's steps per step of exact training, to the lowest loss that both reach; None if the study has no
+        curves.
     gap : float
         The method's loss after equally many steps, minus the loss of exact training.
     seeds : int
-        Trainings of the method, and of exact training.
+        The number of runs of the method, and of exact training.
     steps, ranks, parameters : int
-        Of each training.
+        Of each run.
     reference : str
-        The optimizer of exact training; the same as the method's, if the method works with several.
+        The optimizer of exact training; if the method works with several optimizers, the one that it used.
     source : str
         Where the study is.
     """
@@ -70,7 +71,7 @@ class Evidence:
 
     @property
     def counted(self) -> float:
-        """How many steps a comparison counts for each step of exact training.
+        """The steps that a comparison charges the method for each step of exact training.
 
         A ratio below 1 counts as 1: a method that loses something is no better than the exact one, and a study of few
         seeds may show a better result by chance.
@@ -98,7 +99,7 @@ def studies() -> tuple[Evidence, ...]:
 def evidence_of(
     method: Method, *, warmup: float = 0.0, task: str = TASKS[0], ranks: int = 2
 ) -> Evidence | None:
-    """Return what is known about a method on a task, or None.
+    """Return the best record about a method on a task, or None.
 
     Parameters
     ----------
@@ -165,7 +166,7 @@ def _names_of_muon(method: MuonMethod) -> tuple[str, ...]:
 
 
 def _names_of_loop(loop: OuterLoop) -> tuple[str, ...]:
-    """Return the names of the studied loops whose settings a loop has, whatever its topology."""
+    """Return the names of the studied loops that have the same settings as a loop, except for the topology."""
     topology = loop.averaging.topology
     names = []
     for name, preset in STUDIED.items():

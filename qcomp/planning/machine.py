@@ -176,7 +176,7 @@ CPU = Machine(
     low_rank=LowRankSpeed(1.845e-9, 0.7076e-9),
     product=0.01996e-9,
 )
-"""The kernels of ``qcomp[numba]`` on one core."""
+"""The machine with the kernels of ``qcomp[numba]`` on one core."""
 
 PURE = Machine(
     "without kernels, NumPy on a 2-core x86_64 server, 2^22 elements, medians of docs/benchmarks/kernels.json and "
@@ -213,11 +213,11 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
 
     Notes
     -----
-    An encoder reads vector and residual for the scale, reads them again, and writes the residual: 20 bytes per element.
-    A decoder writes 4 bytes; if it adds, it also reads 4. PowerSGD reads gradient and residual and writes their sum,
-    reads it for each factor, and at the end reads it and writes the mean and the residual: 32 bytes. Products of
-    matrices are assumed to run at 5e12 multiplications a second. The estimate ignores payloads, and launches of some 10
-    microseconds each. It has no speeds for payloads that are coded on the host.
+    An encoder reads vector and residual for the scale, reads both again, and writes the residual: 20 bytes per element.
+    A decoder writes 4 bytes; to add, it also reads 4. PowerSGD reads gradient and residual and writes their sum, reads
+    the sum for each factor, and at the end reads it once more and writes the mean and the residual: 32 bytes. Products
+    of matrices are assumed to run at 5e12 multiplications a second. The estimate ignores payloads, and launches of some
+    10 microseconds each. It has no speeds for payloads that are coded on the host.
     """
     if not memory_bandwidth > 0:
         raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes a second, above 0")
@@ -235,4 +235,4 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
 
 
 _MULTIPLICATIONS = 5e12
-"""Multiplications a second in products of matrices, on a GPU: two thirds of a V100's nominal float32 rate."""
+"""Multiplications per second in matrix products on a GPU: two thirds of a V100's nominal float32 rate."""

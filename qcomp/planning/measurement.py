@@ -29,7 +29,7 @@ class Measured:
     spreads : mapping of str to (float, float)
         The quartiles of the timings, in seconds: latency, transfer, compute.
     on_one_node : bool
-        Whether all measured ranks share a node: then the link is the one inside it.
+        Whether all measured ranks share a node; if so, the link is the one inside the node.
     """
 
     cluster: Cluster | None

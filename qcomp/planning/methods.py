@@ -27,7 +27,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 _Messages = tuple[Sequence[int], Sequence[int]]
 
 _KEPT = 16
-"""Layouts that are kept: a comparison predicts each method on many links, which change no message."""
+"""The number of layouts to cache, since a comparison predicts each method for many links with the same messages."""
 _EXACT_BYTES = 4
 """Bytes of an exact element."""
 _OUTER_COPIES = 5
@@ -36,7 +36,7 @@ _OUTER_COPIES = 5
 
 @dataclass(frozen=True)
 class PowerSGDMethod(Method):
-    """PowerSGD: two thin factors of each matrix. Needs ``Job.shapes``, and the `Machine`'s ``low_rank``.
+    """PowerSGD, which sends two thin factors of each matrix. Needs ``Job.shapes`` and ``Machine.low_rank``.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class PowerSGDMethod(Method):
             raise ValueError("no speed of PowerSGD is known; measure it, or pass a Machine that has low_rank")
         matrices, elements, messages = _factors(self._mean, _shapes(job, self.label), cluster.ranks)
         exact = _EXACT_BYTES * (job.params - elements)
-        exchanges = 2 if len(messages[0]) > 1 else 1  # no factor has an owner between two ranks
+        exchanges = 2 if len(messages[0]) > 1 else 1  # with two ranks, factors have no owners
         wire, sent = _by_owners(messages, exact, cluster, exchanges=exchanges)
         speed = machine.low_rank
         codec = elements * (speed.fixed + self.averaging.rank * speed.column)
@@ -88,10 +88,10 @@ class PowerSGDMethod(Method):
 
 @dataclass(frozen=True)
 class MuonMethod(Method):
-    """Muon, with one owner for each matrix, or computed by every rank. Needs ``Job.shapes`` and ``Machine.product``.
+    """Muon, computed by one owner for each matrix, or by every rank. Needs ``Job.shapes`` and ``Machine.product``.
 
-    Unlike other methods it includes the computation of its update: Newton-Schulz iterations. All matrices of the job
-    count as matrices of Muon; all other tensors are averaged exactly.
+    Unlike other methods, its time includes the computation of the update, by Newton-Schulz iterations. All matrices of
+    the job count as Muon's; all other tensors are averaged exactly.
 
     Parameters
     ----------
@@ -166,8 +166,8 @@ class OuterMethod(Method):
     Parameters
     ----------
     loop : OuterLoop
-        Its warm-up and its policies are ignored. Exchanges overlap with ``delay`` steps, as in
-        `qcomp.outer.Overlapped` and `qcomp.torch.OuterLoop`. Topology ``"auto"`` means the fastest one here.
+        The loop; its warm-up and its policies are ignored. Exchanges overlap with ``delay`` steps, as in
+        `qcomp.outer.Overlapped` and `qcomp.torch.OuterLoop`. Topology ``"auto"`` means the fastest one on this cluster.
     """
 
     topology: str = field(default="two_phase", init=False)
@@ -215,7 +215,7 @@ class OuterMethod(Method):
 
     @property
     def _low_rank(self) -> PowerSGDMethod | None:
-        """The method of an outer round's exchange, if that is PowerSGD."""
+        """The method of the outer exchange if it uses PowerSGD, else None."""
         averaging = self.loop.averaging
         if isinstance(averaging, PowerSGD):
             return PowerSGDMethod(compressor=self.loop.compressor, averaging=averaging)
@@ -253,7 +253,7 @@ def _shapes(job: Job, label: str) -> _Shapes:
 
 @lru_cache(_KEPT)
 def _factors(mean: PowerSGDMean, shapes: _Shapes, ranks: int) -> tuple[int, int, _Messages]:
-    """Return the number and the elements of the matrices that PowerSGD approximates, and the bytes of its messages."""
+    """Return the number of matrices that PowerSGD approximates, their elements, and the bytes of its messages."""
     matrices = [shape for shape in shapes if not mean.keeps_exact(shape)]
     return len(matrices), sum(map(math.prod, matrices)), mean.message_sizes(shapes, ranks)
 
@@ -267,12 +267,12 @@ class _Owned(NamedTuple):
     work: int
     """The cost of the work on all matrices."""
     largest_work: int
-    """The largest cost of an owner's work."""
+    """The cost of the work of the owner with the most."""
 
 
 @lru_cache(_KEPT)
 def _owned(mean: OwnedMean, shapes: _Shapes, ranks: int) -> _Owned:
-    """Return what depends only on the shapes and the number of ranks."""
+    """Return the facts that depend only on the shapes and the number of ranks."""
     matrices = [shape for shape in shapes if len(shape) > 1 and math.prod(shape) > 0]
     work = mean.work(matrices, ranks)
     elements, messages = sum(map(math.prod, matrices)), mean.message_sizes(matrices, ranks)
@@ -280,11 +280,11 @@ def _owned(mean: OwnedMean, shapes: _Shapes, ranks: int) -> _Owned:
 
 
 def _by_owners(messages: _Messages, exact: int, cluster: Cluster, *, exchanges: int) -> tuple[float, float]:
-    """Return the seconds and the bytes per rank of the exchanges to owners and from owners.
+    """Return the seconds of the exchanges to and from owners, and the bytes per rank.
 
-    ``messages`` are the bytes of each owner's message of the first kind, and of the second kind; if there are no
-    owners, each kind is one message to all ranks. ``exact`` are the bytes of exact tensors, which travel in the first
-    two exchanges. There are one or two ``exchanges`` of each kind.
+    ``messages`` has the bytes of each owner's message, for two kinds of messages; without owners, each kind is one
+    message to all ranks. ``exact`` is the bytes of exact tensors, which travel in the first two exchanges. There are
+    one or two ``exchanges`` of each kind.
     """
     ranks = cluster.ranks
     beside = (ranks - 1) / ranks * exact

@@ -26,8 +26,8 @@ class Method:
     Parameters
     ----------
     topology : str
-        Without a compressor ``"ring"`` or ``"tree"``, an all-reduce of a communication library. With one, a topology of
-        `CompressedMean`.
+        Without a compressor ``"ring"`` or ``"tree"``, the all-reduces of communication libraries. With a compressor, a
+        topology of `CompressedMean`.
     compressor : Compressor, optional
         The compressor of the compressed mean; None for an all-reduce.
     half : bool
@@ -63,7 +63,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """What the method sends; pictures use one colour per kind. Methods of one kind differ only in topology."""
+        """The kind of data sent. Methods of one kind differ only in topology, and have one colour in pictures."""
         if self.compressor is None:
             return "16-bit" if self.half else "plain"
         return self.compressor.spec
@@ -98,8 +98,8 @@ class Method:
         codec, wire, sent = (buckets * value for value in one)
         if self.compressor is not None:
             codec += job.tensors * machine.tensor
-        # Pieces become ready at equal intervals. Either only the last one is sent after the overlap, or, if sending is
-        # slower, all others follow the first one without a pause.
+        # Pieces become ready at equal intervals. Either only the last piece is sent after the overlap or, if sending is
+        # slower, all pieces follow the first without a pause.
         hidden = overlap * job.compute
         sending = max(hidden / buckets + wire, hidden + wire / buckets)
         return StepTime(self, job.compute - hidden + codec + sending, job.compute, codec, wire, sent)
@@ -146,7 +146,7 @@ def step_time(job: Job, cluster: Cluster, machine: Machine, method: Method) -> S
 
 
 def load(size: int, job: Job, compressor: Compressor, machine: Machine) -> Load:
-    """Return what a rank compresses and sends exactly in a part of a job."""
+    """Return a rank's load in a part of a job: what it compresses, and what it sends exactly."""
     speed, exact = machine.speed(compressor), size * job.exact // job.params
     parts = ((compressor, size - exact), (Identity(), exact))
     payload = sum(c.payload_spec(elements).nbytes for c, elements in parts if elements)
@@ -176,7 +176,7 @@ def _tree(size: int, job: Job, cluster: Cluster, machine: Machine, method: Metho
 
 
 def _halving(sent: float, peers: int, link: Link, ranks: int) -> float:
-    """Return how many seconds recursive halving and doubling takes."""
+    """Return the seconds that recursive halving and doubling takes."""
     return 2 * math.ceil(math.log2(peers)) * link.latency + link.transfer(sent, ranks=ranks)
 
 
@@ -192,7 +192,8 @@ def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
 def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:
     """Return the bandwidth between nodes, in bytes a second, below which a method is faster than a plain one.
 
-    It is 0.0 if the method is not faster on any link, infinity if it is faster on every link or on every fast one.
+    It is 0.0 if the method is faster on no link, infinity if it is faster on every link or on every link above some
+    bandwidth.
 
     Examples
     --------
@@ -213,9 +214,9 @@ def pays_between(
 ) -> tuple[float, float]:
     """Return the range of bandwidths between nodes, in bytes a second, in which a method is faster than a plain one.
 
-    A method that sends fewer bytes is faster below a bandwidth, so its range starts at 0.0. One that sends more bytes
-    in fewer messages is faster above a bandwidth, so its range ends at infinity. If the method is faster on the
-    cluster's own link, this link is in the range; if it is not faster on any link, the range is 0.0 to 0.0.
+    A method that sends fewer bytes is faster below some bandwidth, so its range starts at 0.0. A method that sends more
+    bytes in fewer messages is faster above some bandwidth, so its range ends at infinity. If the method is faster on
+    the cluster's own link, this link is in the range; if it is not faster on any link, the range is 0.0 to 0.0.
     """
 
     def gain(bandwidth: float) -> float:
@@ -233,7 +234,7 @@ def pays_between(
 
 
 def _edge(gain: Callable[[float], float], inside: float, outside: float) -> float:
-    """Return the last bandwidth with a gain, from one with a gain to one without."""
+    """Return the last bandwidth with a gain between one with a gain and one without."""
     while (middle := math.sqrt(inside * outside)) not in (inside, outside):
         inside, outside = (middle, outside) if gain(middle) > 0 else (inside, middle)
         if abs(outside - inside) <= inside * 1e-15:

@@ -25,9 +25,10 @@ class Network(NamedTuple):
 
     cluster: Cluster
     spreads: Mapping[str, tuple[float, float]]
-    """The quartiles of the latency, and of the seconds of the large exchange."""
+    """The quartiles of the latency and of the large exchange's time, in seconds."""
     on_one_node: bool = False
-    """Whether all ranks share a node: then the link is the one inside it, and none between nodes was measured."""
+    """Whether all ranks share a node; if so, the link is the one inside the node, and none between nodes was
+    measured."""
 
 
 def measure_network(
@@ -41,14 +42,14 @@ def measure_network(
     """Measure the links of a communicator of at least two ranks. Collective; all ranks return the same result.
 
     Ranks with equal ``host`` share a node; without hosts each rank is a node. Both directions are in use at once, as in
-    every exchange of this package. So ``duplex`` is True, and ``bandwidth`` is the bandwidth of each direction. Of
-    ``rounds`` timings the median counts. Raises ValueError if there is only one rank, or nodes have different numbers
-    of ranks.
+    every exchange of this package. So ``duplex`` is True, and ``bandwidth`` is the bandwidth in each direction. The
+    median of ``rounds`` timings counts. Raises ValueError if there is only one rank, or nodes have different numbers of
+    ranks.
 
-    Latency: half of a round trip of 8 bytes between two ranks, on different nodes if there are several, minus the
-    transfer time of the bytes. Further messages: the additional time per message of an exchange of 8 bytes between the
-    first ranks of all nodes. Bandwidth: from the time of a large exchange of ``size`` bytes between these ranks, minus
-    its latencies; the slowest rank counts. Streams: how many times as much a node sends if all its ranks send.
+    Latency: half the time of a round trip of 8 bytes between two ranks, on different nodes if there are several, minus
+    the transfer time of the bytes. Further messages: the additional time per message when the first ranks of all nodes
+    exchange 8 bytes. Bandwidth: from the time in which these ranks exchange ``size`` bytes, minus latencies; the
+    slowest rank counts. Streams: the factor by which a node sends more if all its ranks send.
     """
     if comm.size < 2:
         raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure the links between them")
@@ -106,8 +107,8 @@ class _Probe:
         if peers > 1:
             together = self._slowest(self._exchanges(teams, _SMALL))
             further = max(0.0, (together.median - latency.median) / (peers - 1))
-        # Small messages take some transfer time too, so the measured latency contains it. That many bytes therefore do
-        # not count in the large exchange, and their transfer time is subtracted from the latencies at the end.
+        # The measured latency includes the transfer time of the small messages. So the large exchange does not count
+        # that many bytes, and at the end their transfer time is subtracted from the latencies.
         share = self._share(size, peers)
         waiting = latency.median + (peers - 1) * further
         moved = self._moving(teams, share, waiting, size / ((share - _SMALL) * peers))
@@ -120,7 +121,7 @@ class _Probe:
         return link, latency, moved
 
     def transfer(self, teams: Sequence[Sequence[int]], size: int, link: Link) -> _Spread:
-        """Return the seconds for ``size`` bytes from each rank, without the latencies of this link."""
+        """Return the seconds in which each rank sends ``size`` bytes, without the latencies of this link."""
         peers = len(teams[0]) - 1
         share = self._share(size, peers)
         return self._moving(teams, share, link.seconds(0.0, ranks=1, messages=peers), size / (share * peers))
@@ -130,7 +131,7 @@ class _Probe:
         return max(-(-size // peers), 2 * _SMALL)
 
     def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
-        """Return ``factor`` times (t - ``waiting``), where t is how many seconds an exchange of the shares takes."""
+        """Return ``factor`` times (t - ``waiting``), where t is the seconds that an exchange of the shares takes."""
         taken = self._slowest(self._exchanges(teams, share))
         # However large the measured latency is, the bytes took some of the time.
         middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))
@@ -148,7 +149,7 @@ class _Probe:
             yield (self.clock() - start) / 2 if self.comm.rank in there else 0.0
 
     def _exchanges(self, teams: Sequence[Sequence[int]], share: int) -> Iterator[float]:
-        """Yield the seconds in which each rank of a team sends a share to every other one."""
+        """Yield the seconds in which each rank of a team sends a share to every other member."""
         own = next((team for team in teams if self.comm.rank in team), ())
         peers = {rank for rank in own if rank != self.comm.rank}
         buffer = self._buffer(share)
@@ -161,7 +162,7 @@ class _Probe:
             yield self.clock() - start if peers else 0.0
 
     def _send(self, to: Mapping[int, int], come: Mapping[int, int], size: int) -> None:
-        """Send to the rank given by ``to``, and receive from the rank given by ``come``."""
+        """Send ``size`` bytes to the rank that ``to`` names, and receive from the one that ``come`` names."""
         rank, ranks = self.comm.rank, range(self.comm.size)
         source = come.get(rank)
         message = self._buffer(size)
@@ -172,13 +173,13 @@ class _Probe:
         self.comm.all_gather(self._buffer(1), [1] * self.comm.size)
 
     def _slowest(self, times: Iterator[float]) -> _Spread:
-        """Return the spread over rounds of the slowest rank's time, without the first round, which warms up."""
+        """Return the spread over rounds of the slowest rank's time; the first round only warms up."""
         of_ranks = agreed(self.comm, list(times)[1:], self.like)
         return _spread([max(of_round) for of_round in zip(*of_ranks, strict=True)])
 
 
 def agreed(comm: Transport, values: Sequence[float], like: Array) -> list[tuple[float, ...]]:
-    """Return the numbers of every rank, equal on all ranks."""
+    """Return the values of every rank, the same list on all ranks."""
     layout = f"<{len(values)}d"
     message = from_host_bytes(struct.pack(layout, *values), like)
     arrived = comm.all_gather(message, [struct.calcsize(layout)] * comm.size)

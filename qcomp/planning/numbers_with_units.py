@@ -31,8 +31,8 @@ def count(text: str) -> int:
 def bandwidth(text: str) -> float:
     """Return bytes per second from a text in bits, ``"10gbit"`` or ``"10Gbps"``, or in bytes, ``"1.2GB/s"``.
 
-    In ``Gbps`` and ``GBps`` the case of b decides. ``Gb/s`` and ``GBPS`` may mean bits or bytes, and are refused. Any
-    other case does not matter.
+    In ``Gbps`` and ``GBps`` the case of b decides. ``Gb/s`` and ``GBPS`` may mean bits or bytes, and are refused.
+    Elsewhere case does not matter.
 
     Examples
     --------

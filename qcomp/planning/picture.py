@@ -14,7 +14,7 @@ _MOST_CURVES = 8
 _DECADES = 2.0
 """Decades of bandwidth on each side of the given link."""
 _STYLES = ("-", (0, (1, 1, 4, 1)), ":", "-.", "--")
-"""Line styles of the topologies, in the order of their names; further ones start again."""
+"""Line styles, for topologies in the order of their names; they repeat if there are more topologies."""
 _PLAIN_STYLES = dict(zip(ALLREDUCES, ("-", "--"), strict=True))
 _PLAIN = {"plain": "black", "16-bit": "0.5"}
 """Colours of uncompressed methods."""
@@ -60,7 +60,7 @@ def draw(advice: Advice, path: str | Path) -> None:
 
 
 def _shown(advice: Advice) -> list[Row]:
-    """Return the fastest method of each kind of payload: all plain kinds, and the best of the others."""
+    """Return the fastest method of each kind: of all plain kinds, and of the fastest other kinds."""
     fastest = {advice.best.time.method.kind: advice.best}
     for row in advice.rows:  # fastest first
         fastest.setdefault(row.time.method.kind, row)

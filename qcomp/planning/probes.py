@@ -23,7 +23,7 @@ _FEW = 64
 _MANY = 17
 """How many small tensors are averaged together, for comparison with a single one."""
 _RANKS = (1, 4)
-"""Ranks of the approximation; the difference of their times is the cost of a column of the factors."""
+"""Ranks of PowerSGD's approximation; the difference of their times gives the cost per column of a factor."""
 _SIDE = 512
 """Rows and columns of the largest matrices whose product is timed."""
 
@@ -31,9 +31,9 @@ _SIDE = 512
 def measure_speed(
     compressor: Compressor, like: Array, *, rounds: int = ROUNDS, clock: Clock = time.perf_counter
 ) -> Speed:
-    """Measure how fast this process encodes and decodes vectors like one, ideally as large as the real ones.
+    """Measure how fast this process encodes and decodes vectors like ``like``, ideally as large as the real ones.
 
-    Of ``rounds`` timings of each call, after a warm-up call, the median counts.
+    The median of ``rounds`` timings of each call counts, after a warm-up call.
     """
     size, key = like.shape[0], Key()
     encoding, decoding, adding = [], [], []
@@ -61,8 +61,8 @@ def measure_step(
 ) -> float:
     """Return the median seconds of a step, after a warm-up step.
 
-    It computes gradients and updates parameters, without arguments and without communication. On a GPU it must wait for
-    the device before it returns.
+    The step is a function without arguments that computes gradients and updates parameters, without communication. On a
+    GPU it must wait for the device before it returns.
     """
     step()
     times = []
@@ -83,7 +83,7 @@ def measure(
     rounds: int = ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Measured:
-    """Measure links, calls, compressors, matrix products and a step. Collective; all ranks return the slowest figures.
+    """Measure links, calls, compressors, matrix products and a step. Collective; returns the slowest rank's figures.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def _square(like: Array, most: int | None = None) -> Array:
 
 
 class _Alone:
-    """The only rank of a world."""
+    """A communicator with a single rank."""
 
     rank, size = 0, 1
     compares_owners = True

@@ -24,16 +24,16 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     Parameters
     ----------
     optimizer : Optimizer
-        An optimizer that compresses; nothing is said about others.
+        An optimizer that compresses; others get no warning.
     params : array or sequence of arrays
         The parameters, as for `Optimizer.init`.
     comm : Communicator
-        As for `Optimizer.init`. Predictions use its number of ranks, not the measured one, on nodes of equal size that
-        are as large as possible, but not larger than the measured ones.
+        As for `Optimizer.init`. Predictions use its number of ranks, not the measured number, on nodes of equal size,
+        as large as possible but not larger than the measured nodes.
     measured : Measured
-        From `measure`, or from a file of ``qcomp plan --measure``. With one rank there is no warning, nor if nothing
-        can be predicted since the optimizer's compressors or computations were not measured, or the link between nodes
-        was not: the measured ranks shared a node, and ``comm`` has more.
+        From `measure`, or from a file of ``qcomp plan --measure``. There is no warning with one rank, or if the
+        measurements do not suffice: the optimizer's compressors or computations were not measured, or the measured
+        ranks shared a node and ``comm`` has more ranks.
 
     Warns
     -----
@@ -83,7 +83,7 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
 
 
 def _resized(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with another number of ranks, on nodes of equal size that are no larger than its nodes."""
+    """Return the cluster with another number of ranks, on nodes of equal size, no larger than the cluster's nodes."""
     fitting = max(each for each in range(1, cluster.ranks_per_node + 1) if ranks % each == 0)
     return replace(cluster, ranks=ranks, ranks_per_node=fitting)
 

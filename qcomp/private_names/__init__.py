@@ -1,6 +1,6 @@
-"""What qcomp uses of other libraries that they do not promise to keep: one module for each library.
+"""Names of other libraries that qcomp uses although they are private or undocumented: one module for each library.
 
-No other module of qcomp names it. What is not there raises an ImportError where a feature needs it, and the rest works.
+No other module of qcomp uses such names. A missing name raises ImportError where a feature needs it; all else works.
 """
 
 from importlib.metadata import version
@@ -16,11 +16,11 @@ def require(owner: Any, name: str, purpose: str, *, library: str, versions: str)
     Parameters
     ----------
     owner : module, class or object
-        What has the attribute.
+        The object to look in.
     name : str
         Its name.
     purpose : str
-        What qcomp needs it for, to follow "to".
+        The purpose of the attribute, to follow "to".
     library, versions : str
         The package, and its versions that are known to have the attribute, as for pip.
 

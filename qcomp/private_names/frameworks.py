@@ -1,4 +1,4 @@
-"""What qcomp uses of frameworks for training that they do not document."""
+"""Undocumented names of training frameworks that qcomp uses."""
 
 import inspect
 
@@ -13,7 +13,7 @@ _SAVERS = {
 
 
 def saves_one_rank() -> str | None:
-    """Return the framework that has called, if it writes what it gets on one rank alone; None for another caller."""
+    """Return the calling framework if it writes the state of only one rank; None for other callers."""
     frame = inspect.currentframe()
     while frame is not None:
         found = _SAVERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))

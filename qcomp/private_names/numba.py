@@ -1,4 +1,4 @@
-"""What qcomp uses of numba that numba does not document. All of it is there from 0.61 to 0.68."""
+"""Undocumented names of numba that qcomp uses; versions 0.61 to 0.68 have all of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _require(_FunctionCache, "_index_key", "store compiled kernels")
 
 
 def cache_of(function: Callable[..., Any], locator: type | None) -> Any:
-    """Return the cache of a compiled function on disk, which has a ``cache_path``.
+    """Return a compiled function's cache on disk, which has a ``cache_path``.
 
-    ``locator`` is a class with the methods of numba's own, which says where the files are; without it, they are where
-    the user says. Raises RuntimeError, whose message has the word "locator", if there is no place for the files.
+    ``locator`` is a class with the methods of numba's locators, which says where the files are; without it, the user's
+    settings do. Raises RuntimeError, whose message has the word "locator", if there is no place for the files.
     """
     members: dict[str, Any] = {"_index_key": _index_key}
     if locator is not None:
@@ -34,7 +34,7 @@ def cache_of(function: Callable[..., Any], locator: type | None) -> Any:
 
 
 def _index_key(_: Any, signature: Any, codegen: Any) -> Any:
-    """Return what tells apart functions of the same name and file.
+    """Return the key that distinguishes functions with the same name and file.
 
     numba's own key also has the pickles of the functions in a closure, which differ between processes.
     """

@@ -1,4 +1,4 @@
-"""What qcomp uses of torch that torch does not document. All of it is there from 2.6 to 2.13."""
+"""Undocumented names of torch that qcomp uses; versions 2.6 to 2.13 have all of them."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ __all__ = [
 _require = partial(require, library="torch", versions=">=2.6,<2.14")
 
 COMPILED = "_orig_mod"
-"""What torch.compile calls the module inside its own, in names of parameters too."""
+"""The name that torch.compile gives to the module inside its own; it also occurs in names of parameters."""
 
 
 class ScaledStep:
-    """Base of an optimizer to which a GradScaler leaves its scale and the decision to skip a step."""
+    """Base of an optimizer that unscales gradients and skips steps itself, instead of the GradScaler."""
 
     _step_supports_amp_scaling = True
 
 
 def grad_scale(optimizer: Any) -> Any:
-    """Return the scale that a GradScaler has left to the step of an optimizer, as a tensor; None without one."""
+    """Return the scale that a GradScaler leaves for a step to remove, as a tensor; None without a GradScaler."""
     return getattr(optimizer, "grad_scale", None)
 
 
 def found_inf(optimizer: Any) -> Any:
-    """Return a tensor, not 0 if the GradScaler of a step has found an infinite gradient; None without one."""
+    """Return a tensor, not 0 if the step's GradScaler has found an infinite gradient; None without a GradScaler."""
     return getattr(optimizer, "found_inf", None)
 
 
 def take_off_scale(optimizer: Any) -> None:
-    """Let a step find no scale, because its gradients have none any more."""
+    """Remove the scale that a step would find, because its gradients are no longer scaled."""
     if hasattr(optimizer, "grad_scale"):
         optimizer.grad_scale = None
 
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether torch runs the hooks of an optimizer's steps, which it arranges when the optimizer is made."""
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # so that torch has made one
+    """Return whether torch runs an optimizer's step hooks, which it sets up when the optimizer is made."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # so that torch has made an optimizer
     _require(torch.optim.SGD.step, "hooked", "know that an outer loop will notice an optimizer's steps")
     return bool(getattr(type(optimizer).step, "hooked", False))
 
@@ -111,7 +111,7 @@ def writes_to(tensor: torch.Tensor) -> int:
 
 
 def hooks_of(model: Any) -> list[Any]:
-    """Return the communication hooks of a DistributedDataParallel, if it tells."""
+    """Return the communication hooks of a DistributedDataParallel, if it shows them."""
     return [hook for hook, _ in getattr(model, "_comm_hooks", ())]
 
 
@@ -124,7 +124,7 @@ def ignored_by(model: Any) -> Collection[str]:
 
 
 def is_joined_without(model: Any, other: Any) -> bool:
-    """Return whether torch's Join lets a model take part in the steps of other ranks, and not another object after it.
+    """Return whether torch's Join covers a model in steps of other ranks, and does not cover another object after it.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def averages_over_replicas(state: Any) -> bool:
 
 
 def fsdp_state_of() -> Callable[[Any], object]:
-    """Return the function that gives modules one state if ``fully_shard`` has got them in one list."""
+    """Return the function that maps a module to its FSDP2 state, which modules of one ``fully_shard`` list share."""
     fsdp = torch.distributed.fsdp
     found: Callable[[Any], object] = _require(
         fsdp.FSDPModule, "_get_fsdp_state", "find the parameters that FSDP2 gathers together"

@@ -1,4 +1,4 @@
-"""What qcomp uses of torchft that torchft does not document. It is there in 0.2."""
+"""Undocumented names of torchft that qcomp uses; version 0.2 has them."""
 
 from __future__ import annotations
 

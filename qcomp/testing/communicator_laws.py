@@ -40,7 +40,7 @@ def _require_buffers(found: Sequence[Any], expected: Sequence[Vector], like: Any
 
 
 def has_a_place(comm: Communicator, xp: Namespace) -> None:
-    """Each rank has its own number, which all-gathers follow, and the name of its machine."""
+    """Each rank has its own number, by which all-gathers order results, and the name of its machine."""
     assert 0 <= comm.rank < comm.size, f"rank is {comm.rank}, size is {comm.size}"
     mine = to_library(xp, np.array([comm.rank], dtype=np.uint8))
     found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [1] * comm.size)]
@@ -52,7 +52,7 @@ def has_a_place(comm: Communicator, xp: Namespace) -> None:
     )
     alike = [rank for rank in range(comm.size) if machines[rank] == machines[comm.rank]]
     own = {hosts[rank] for rank in alike}
-    # Some may have other names, to simulate nodes that ranks share.
+    # Ranks on one machine may have several names, to simulate nodes.
     assert len(alike) == 1 or len(own) < len(alike), (
         f"ranks {alike} run on one machine, and each has a host of its own: {sorted(own)}; give them the machine's name"
     )
@@ -98,7 +98,7 @@ def _require_counted(comm: Communicator, before: int, sizes: Sequence[int], verb
 def exchanges_keep_their_order(comm: Communicator, xp: Namespace) -> None:
     """In many small exchanges, in which some ranks run ahead of others, each exchange delivers its own bytes."""
     me, ranks = comm.rank, range(comm.size)
-    for i in range(130):  # more exchanges of each kind together than a byte can number
+    for i in range(130):  # in all more than 256 exchanges
         mine = to_library(xp, np.full(5, (i + me) % 251, dtype=np.uint8))
         found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [5] * comm.size)]
         assert found == [(i + r) % 251 for r in ranks], f"all_gather number {i} delivers another one's bytes"
@@ -169,7 +169,7 @@ def stages_run_over_it(comm: Communicator, xp: Namespace) -> None:
 
 
 def starts_wait_in_any_order(comm: Communicator, xp: Namespace) -> None:
-    """If it has a `start`: exchanges that are under way at once keep apart in any order of waiting, and are counted."""
+    """With `start`, concurrent exchanges do not mix, whatever the order of waiting, and all bytes are counted."""
     start = getattr(comm, "start", None)
     if start is None:
         return
@@ -212,7 +212,7 @@ def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
 
 
 def other_owners_are_a_mismatch(comm: Communicator, xp: Namespace) -> None:
-    """Ranks that exchange for one owner get their bytes; if owners differ, all raise MismatchError and name theirs."""
+    """Ranks that exchange for one owner get their bytes; if owners differ, each rank's MismatchError names its own."""
     if comm.size == 1:
         return
     one, other = (Owner(kind, 1, (), 0, "the check") for kind in ("OneOptimizer", "OtherOptimizer"))

@@ -22,8 +22,8 @@ def check_communicator(
     """Check that a communicator keeps the promises of `qcomp.comm.Communicator`. Collective.
 
     Every message arrives whole and in order, whatever its size and whichever rank runs ahead. Results are arrays of the
-    library of the sent arrays, and share no memory with them. ``bytes_sent`` counts the bytes sent to other ranks, and
-    ``tag_bytes`` more for each message if the communicator has that attribute. Several exchanges in flight do not mix.
+    same library as the sent arrays, and share no memory with them. ``bytes_sent`` counts the bytes sent to other ranks,
+    plus ``tag_bytes`` for each message if the communicator has that attribute. Several exchanges in flight do not mix.
 
     Parameters
     ----------

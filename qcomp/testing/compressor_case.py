@@ -1,4 +1,4 @@
-"""A compressor on an array library, as functions of NumPy arrays."""
+"""A compressor that runs on an array library, called with NumPy arrays."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -98,7 +98,7 @@ class Case:
 
     @cached_property
     def plain(self) -> "Case":
-        """The case without its coder, which is lossless according to a separate law."""
+        """The case without its coder; a separate law says that the coder is lossless."""
         coder = self.compressor.coder
         if coder is None:
             return self
@@ -107,7 +107,7 @@ class Case:
 
     @cached_property
     def of_shapes(self) -> tuple["Case", ...]:
-        """The case, and the cases for narrow matrices, if the shape of a tensor determines buckets."""
+        """The case itself and, if buckets depend on a tensor's shape, the cases for narrow matrices."""
         shaped = [self.compressor.for_shape(shape) for shape in ((32, 9), (64, 3))]
         others = [each for each in dict.fromkeys(shaped) if each != self.compressor]
         made = [Case(each, self.xp, jit=self.jit, thorough=self.thorough) for each in others]

@@ -43,18 +43,18 @@ def check_compressor(
     Raises
     ------
     ContractError
-        If laws are broken; it names the broken laws of the first group that has any. The groups are laws about
-        announcements, about what results depend on, about values, and about averages. Each group relies on the earlier
+        If laws are broken; it names the broken laws of the first group that has any. The groups are the laws about
+        announcements, about dependencies of results, about values, and about averages. Each group relies on the earlier
         ones.
     TypeError
         If ``compressor`` is not an instance of a compressor.
 
     Notes
     -----
-    The same call checks the same cases each time. Averages are tested by means over many keys, with a false-alarm
-    probability below 1e-6. If each draw of `qcomp.core.numeric.random.draws16` affects only its own element,
-    unbiasedness is also checked exactly, by enumerating all 65536 draws. On libraries other than NumPy, the laws of
-    averages run on NumPy, and the library must give the same bytes.
+    Every call with the same arguments checks the same cases. Averages are tested by means over many keys, with a
+    false-alarm probability below 1e-6. If each draw of `qcomp.core.numeric.random.draws16` affects only its own
+    element, unbiasedness is also checked exactly, by enumerating all 65536 draws. On libraries other than NumPy, the
+    laws of averages run on NumPy, and the library must give the same bytes.
 
     Examples
     --------

@@ -34,7 +34,7 @@ def shapes_and_dtypes(case: Case) -> None:
 
 
 def double_precision(case: Case) -> None:
-    """float64 is compressed as well as float32: with feedback, the residual is fl(p - q) in float64."""
+    """float64 loses about as much as float32; with feedback, the residual is fl(p - q) in float64."""
     if not has_dtype(case.xp, "float64"):
         return
     bucket = min(case.compressor.traits.bucket_size, 1 << 13)
@@ -48,7 +48,7 @@ def double_precision(case: Case) -> None:
             expected = flushed(flushed(x) + residual) - got.decoded
             assert got.residual.dtype == np.float64, f"the residual is {got.residual.dtype}"
             assert np.array_equal(got.residual, flushed(expected)), (
-                f"the residual is not fl(p - q) in float64, of {size} {family} values"
+                f"the residual is not fl(p - q) in float64, for {size} {family} values"
             )
             # float64 only makes the arithmetic finer, so the loss is about the same.
             near = (
@@ -65,7 +65,7 @@ def double_precision(case: Case) -> None:
 
 
 def decoded_in_another_dtype(case: Case) -> None:
-    """A payload of float32 decompresses to the same values in float64, and one of float64 in float32, rounded."""
+    """A float32 payload decompresses to the same values in float64; a float64 payload to rounded ones in float32."""
     if case.jit or len(case.dtypes) < 2:
         return
     bucket = min(case.compressor.traits.bucket_size, 4096)
@@ -85,7 +85,7 @@ def decoded_in_another_dtype(case: Case) -> None:
 
 
 def one_way(case: Case) -> None:
-    """`compress` returns the same payload as `qcomp.feedback.compress` with a zero residual, which means use."""
+    """`compress` returns the same payload as `qcomp.feedback.compress` with a zero residual; means use the latter."""
     if case.jit:
         return
     bucket = min(case.compressor.traits.bucket_size, 4096)
@@ -101,7 +101,7 @@ def one_way(case: Case) -> None:
 
 
 def half_precision(case: Case) -> None:
-    """float16 and bfloat16 compress like the same values in float32; the result is rounded once."""
+    """float16 and bfloat16 compress like the same values in float32; decompressed values are rounded once."""
     for name in ("float16", "bfloat16"):
         if not has_dtype(case.xp, name):
             continue

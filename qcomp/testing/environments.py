@@ -1,6 +1,6 @@
-"""Other environments for the same call: simulated ones in this process, and a fresh process with all of them at once.
+"""Other environments for repeating a call: simulated ones in this process, and a fresh process with all of them.
 
-This file is also the program of the fresh process, so it imports only what that needs.
+This file is also the program that the fresh process runs, so it imports only what that program needs.
 """
 
 import builtins
@@ -38,9 +38,10 @@ _LAUNCHERS = tuple(_NAMES.split())
 """Environment variables that differ between ranks, jobs and machines."""
 
 _CHILD = 3
-"""The number of the environment in the fresh process; simulated ones are 1 and 2."""
+"""The number of the fresh process's environment; simulated environments have the numbers 1 and 2."""
 _MARK = "QCOMP_FRESH_PROCESS"
-"""An environment variable of the fresh process: if it imports code that checks something, it starts no other."""
+"""An environment variable that is set in the fresh process, so that checks in code that it imports start no further
+process."""
 _SECONDS = 300.0
 
 
@@ -219,10 +220,10 @@ def modules_of(value: Any) -> list[tuple[str, str | None]]:
 def in_another_process(value: Any, task: str, argument: Any, *, spec: str | None = None) -> Any:
     """Run a task on a value in a fresh process with another hash seed, date, host, processor count and environment.
 
-    The process imports the modules of the value's classes, unpickles it, and returns what a function such as
-    ``"qcomp.testing.jobs:run"`` returns for it and the argument; None if it cannot import the classes, such as classes
-    of a notebook. A compressor that cannot be pickled is made from its ``spec``. Raises AssertionError if the function
-    raises there.
+    The process imports the modules of the value's classes, unpickles the value, and calls the function that ``task``
+    names, such as ``"qcomp.testing.jobs:run"``, with the value and the argument. Returns the function's result; None if
+    the process cannot import the classes, such as classes of a notebook. A compressor that cannot be pickled is made
+    from its ``spec``. Raises AssertionError if the function raises in the process.
     """
     modules = modules_of(value)
     if _MARK in os.environ or not all(_can_be_imported(name, file) for name, file in modules):
@@ -307,7 +308,7 @@ def _run(
 def compress_and_decompress(
     compressor: Any, inputs: Sequence[tuple[Any, Any, bytes]]
 ) -> list[tuple[bytes, bytes]]:
-    """Return, for vectors, keys and payloads, what the payloads decompress to, and then the own payloads."""
+    """For each vector, key and payload, return the decompressed payload and this process's payload of the vector."""
     import numpy as np  # noqa: PLC0415 - this process has changed what numpy may read
 
     from qcomp.core.payload import Payload  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The laws of topologies about failures: refusals, damage, and whether any rank is left waiting."""
+"""The laws of topologies about failures: refusals are shared, damage is noticed, and no rank is left waiting."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from qcomp.testing.means import SPECS, Peers, average, bits, held_by, inputs, re
 from qcomp.testing.one_thread import lockstep
 
 CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
-"""Its payloads vary in length."""
+"""With payloads that vary in length."""
 _SECONDS = 30.0
-"""Time in which ranks in threads must end; a law takes a fraction of a second."""
+"""Seconds within which ranks in threads must end; a law takes a fraction of a second."""
 
 
 def refusals_are_shared(world: Peers) -> None:
@@ -33,7 +33,7 @@ def refusals_are_shared(world: Peers) -> None:
 
 
 def servers_refuse_too(world: Peers) -> None:
-    """A server that can compress no mean, since its residual is not finite, stops all ranks in the same stage."""
+    """A server whose residual is not finite, so that it cannot compress the mean, stops all ranks in the same stage."""
     for spec in (SPECS[0], CODED):
         mean = world.mean(spec)
         _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
@@ -51,7 +51,7 @@ def servers_refuse_too(world: Peers) -> None:
 
 
 def refusals(world: Peers, spec: str | QSGD) -> Iterator[tuple[int, list[Exception]]]:
-    """Yield, for values on each rank and in several chunks, the bad rank and the error that each rank raises."""
+    """Yield the bad rank and the error of each rank, for a bad value on each rank and in several chunks."""
     places = [(0, 0), (2, 0), (3, 37), (3, 161)]
     mean = world.mean(spec)
     _, states = average(mean, world.values(0), world.start(mean, inputs(0, 0)), Key())
@@ -89,7 +89,7 @@ def damage_is_noticed(world: Peers) -> None:
 
 
 def _senders_to_first(world: Peers, mean: CompressedMean, damaged: int | None = None) -> list[int]:
-    """Return the ranks that send to rank 0 in the first exchange in which any rank does.
+    """Return the ranks that send to rank 0 in the first exchange in which any other rank sends to it.
 
     With ``damaged``, that rank's message in this exchange lacks 8 bytes. Exchanges that announce lengths are skipped.
     """
@@ -116,7 +116,7 @@ def _senders_to_first(world: Peers, mean: CompressedMean, damaged: int | None = 
 
 
 def over_a_communicator(world: Peers) -> None:
-    """Over a communicator it returns the same as the stages, and no rank waits for a rank that refuses."""
+    """Over a communicator a topology returns the same as its stages, and no rank waits for one that refuses."""
     mean = world.mean()
     found = average(mean, world.values(0), world.start(mean, inputs(0, 0)))
 

@@ -1,4 +1,4 @@
-"""A rank dies in the middle of an exchange: deterministically, in one thread, without a clock."""
+"""Simulates the death of a rank in the middle of an exchange, deterministically, in one thread."""
 
 from collections.abc import Collection, Generator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Death(NamedTuple):
     rank : int
         The rank that dies.
     exchange : int
-        The number of the exchange, from 0, that it begins and does not complete.
+        The number, from 0, of the exchange that the rank begins but does not complete.
     reached : collection of int
         The ranks for which this exchange completes nevertheless; for the others it fails.
     """
@@ -28,9 +28,9 @@ class Death(NamedTuple):
 def until_death(
     computations: Sequence[Generator[Any, Any, Any]], death: Death, *, order: Sequence[int] | None = None
 ) -> list[Any]:
-    """Run one computation in stages per rank until a rank dies, and the other ranks until they notice it.
+    """Run one computation in stages per rank until a rank dies and the others notice its death.
 
-    An exchange needs all ranks, so ranks whose exchange completes go on to their next exchange at most.
+    An exchange needs all ranks, so ranks whose exchange completes still fail in their next exchange, if they make one.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ def until_death(
     Returns
     -------
     list
-        What each computation returned, the `CommunicatorError` that it raised because its exchange failed, or None for
-        the dead rank. If all computations end before the death, no rank dies.
+        For each rank the result of its computation, or the `CommunicatorError` that it raised because its exchange
+        failed; None for the dead rank. If all computations end before the death, no rank dies.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Laws about form: a compressor's names and announcements, and whether its payloads match them."""
+"""Laws about form: a compressor's specs, traits and announcements are sound, and its payloads match them."""
 
 import copy
 import math

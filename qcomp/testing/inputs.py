@@ -36,7 +36,7 @@ _SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0**-126, -(2.0**-126), 2.0**-149, 2.0**-130,
 
 
 def tested_bucket(bucket_size: int) -> int:
-    """Return the bucket size from which sizes are derived: an ordinary one if a bucket holds any tensor whole."""
+    """Return the bucket size from which to derive sizes: the given one, or 5000 if it exceeds `LONGEST_BUCKET`."""
     return bucket_size if bucket_size <= LONGEST_BUCKET else 5000
 
 
@@ -129,7 +129,7 @@ def doubles(x: Floats, seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def flushed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return x with +0 for magnitudes below 2^-126, as in the core."""
+    """Return x with magnitudes below 2^-126 replaced by +0, as in the core."""
     return np.where(np.abs(x) < TINY, np.zeros_like(x), x)
 
 

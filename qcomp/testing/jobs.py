@@ -35,7 +35,7 @@ STEPS = 12
 
 
 def gradients(rank: int, step: int, dtype: str = "float32") -> list[Vector]:
-    """Return gradients that grow slowly and have a direction, the same in every call with this rank and step."""
+    """Return gradients that grow slowly and share a direction, the same in every call for this rank and step."""
     rng = np.random.default_rng([11, rank, step])
     return [((1 + step / 4) * (np.asarray(rng.standard_normal(s)) + 0.5)).astype(dtype) for s in SHAPES]
 
@@ -75,7 +75,7 @@ class OptimizerCase:
 
     @cached_property
     def whole_run(self) -> "list[Ranks]":
-        """A run of two ranks: the job at the start and after each step."""
+        """A run on two ranks: copies of the job at the start and after each step."""
         jobs = [self.start(2)]
         for step in range(STEPS):
             jobs.append(jobs[-1].copy())
@@ -147,7 +147,7 @@ class Ranks:
 def resumed(
     optimizer: Optimizer, saved: tuple[Sequence[Mapping[str, Any]], Sequence[Sequence[Vector]], int]
 ) -> list[dict[str, bytes]]:
-    """Load the dicts of all ranks with their parameters on NumPy, make some steps, and return what the ranks hold."""
+    """Load the dicts of all ranks with their parameters on NumPy, make some steps, and return each rank's content."""
     dicts, params, steps = saved
     size = len(dicts)
     states = lockstep(

@@ -1,4 +1,4 @@
-"""Checks of arithmetic without compressors: momenta, sums over ranks, Adam's steps, and matrices of low rank."""
+"""Checks of kernels without compressors: momenta, sums over ranks, Adam's steps, and matrices of low rank."""
 
 import math
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ _SHAPES_OF_TENSORS: tuple[tuple[tuple[int, ...], ...], ...] = (
 
 
 def check_steps(kernels: KernelSet, xp: Namespace) -> None:
-    """Check the steps of several tensors, each with its own numbers, in new arrays and in donated ones."""
+    """Check Adam's steps for several tensors, each with its own numbers, in new arrays and in donated ones."""
     for round_, tensors in enumerate(_SHAPES_OF_TENSORS):
         small = sum(map(math.prod, tensors)) < 10_000
         layouts = ("dense", "strided", "offset") if small else ("dense",)
@@ -171,7 +171,7 @@ def _compare_updates(
 
 
 def _compare_ends(kernels: KernelSet, xp: Namespace, size: int, count: int) -> None:
-    """Compare the division of a sum over ``count`` ranks."""
+    """Compare the division of a sum by ``count`` ranks."""
     for family in ("wide", "subnormal", "ties"):
         results = []
         for chosen in (None, kernels):
@@ -199,7 +199,7 @@ def _compare_multiples(kernels: KernelSet, xp: Namespace, size: int, layout: str
 
 
 def _compare_nesterov(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
-    """Compare the momentum, and Nesterov's momentum of it and the gradient."""
+    """Compare the momentum, and Nesterov's momentum from it and the gradient."""
     values, gradient = vector("wide", size, 1), vector("gaussian", size, 2)
     for beta1 in (0.0, 0.95):
         results = []
@@ -254,7 +254,7 @@ def _compare_descents(kernels: KernelSet, xp: Namespace, size: int, layout: str,
 
 
 def _compare_halves(kernels: KernelSet, xp: Namespace, dtype: str) -> None:
-    """Compare updates by a gradient, and of parameters, in half precision."""
+    """Compare updates from gradients, and updates of parameters, in half precision."""
     results = []
     for chosen in (None, kernels):
         m, v = (to_library(xp, np.abs(vector("gaussian", 1000, seed))) for seed in (1, 2))

@@ -33,7 +33,7 @@ class _FlatTensors(NamedTuple):
 
 
 def check_chunks(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
-    """Check that chunks of several tensors get the pure version's bytes.
+    """Check that chunks of several tensors get the same bytes as from the pure version.
 
     The tensors of a chunk have one of these compressors, or two that are adjacent in this sequence.
     """
@@ -155,7 +155,7 @@ def _decoded(
 
 
 def _check_refusal(kernels: KernelSet, xp: Namespace, operands: Operands, way: str, tensor: int) -> None:
-    """Check that a value out of range is refused in the messages of all chunks, and that residuals stay."""
+    """Check that a value out of range makes the messages of all chunks refuse, and leaves residuals unchanged."""
     tensors = _tensors(xp, operands, 0)
     bad = to_numpy(tensors.values[tensor]).copy()
     bad[-1] = np.inf

@@ -1,4 +1,4 @@
-"""Arrays of kernel checks: their layouts, and memory that nothing may write to."""
+"""Arrays for the checks of kernels: layouts, and a record of memory that must not change."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def around_powers_of_two(most: int) -> list[int]:
 
 
 def laid_out(xp: Namespace, x: Vector, layout: str, dtype: str = "float32") -> tuple[Any, Any]:
-    """Return an array with the elements of x in a layout, and its whole memory."""
+    """Return an array with the elements of x in a layout, and the whole memory that it is part of."""
     if layout == "strided":
         memory = to_library(xp, np.repeat(x, 2), dtype)
         return memory[::2], memory

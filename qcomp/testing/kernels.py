@@ -61,8 +61,8 @@ COMPRESSORS: tuple[Compressor, ...] = (
     TopK(k=1, bucket_size=8, value_bits=1, coding="fixed"),
 )
 """One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not. Of the
-widths that exist only with a coder there are the narrowest, the widest and one other, also with a factor that rounds to
-1. Some buckets are not full."""
+widths that only coders use, the narrowest, the widest and one other are included, also with a factor that rounds to 1.
+Some buckets are not full."""
 
 
 class _Results(NamedTuple):
@@ -258,13 +258,13 @@ def _ties(compressor: Compressor) -> list[Vector]:
 
 
 def _compare(kernels: KernelSet, xp: Namespace, case: _Case, places: Sequence[str]) -> None:
-    """Compare all results once, and the new residual in each of these places."""
+    """Compare all results once, with the new residual in each of these places."""
     x = laid_out(xp, case.x, case.layout, case.dtype)[0]
     if case.dtype == "float64" and not kernels.takes(x):
         return  # the kernels leave it to the pure version
     try:
         expected = _compute(None, xp, case)
-    except NonFiniteError:  # sums of values below 2^100 may exceed that: nothing to compare
+    except NonFiniteError:  # a sum of values below 2^100 may exceed 2^100, which leaves nothing to compare
         return
     what = f"of {case.x.size} elements of {case.dtype}, {case.layout}, under {case.key}"
     got = _compute(kernels, xp, case)
@@ -316,7 +316,7 @@ def _with_feedback(
 
 
 def _half(x: Vector) -> Vector:
-    """Return the values of old residuals and momenta."""
+    """Return old residuals and momenta: half of x, shifted by one."""
     return flushed(np.roll(x, 1) * np.float32(0.5))
 
 
@@ -345,7 +345,7 @@ def _compute(kernels: KernelSet | None, xp: Namespace, case: _Case) -> _Results:
         mixed = primitives.encode(compressor, fresh(), last, key, blend=Blend(m, *blend))
         primitives.require_accepted(compressor, mixed)
         three = [compressor.payload(m, sent) for sent in (plain.data, mixed.data, encoded.data)]
-        # A division by two may be a multiplication, one by three may not.
+        # A kernel may divide by two with a multiplication, but not by three.
         averages = [primitives.average(compressor, several, m) for several in (three, three[:2])]
         means = [primitives.compress_mean(compressor, three, m, r, key) for r in (None, m)]
         for of_mean in means:
@@ -434,7 +434,7 @@ def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -
 
 
 def _compare_payload_of_float64(kernels: KernelSet, xp: Namespace, compressor: Compressor) -> None:
-    """Compare what a payload of float64, whose layout may be another one, decompresses to in float32."""
+    """Compare the float32 values of a decompressed float64 payload, whose layout may be another one."""
     if not has_dtype(xp, "float64"):
         return
     x = vector("gaussian", 2 * compressor.traits.bucket_size + 5, 64)
@@ -461,7 +461,7 @@ def _several(compressor: Compressor, x: Any, residual: Any) -> list[Any]:
 def _check_threads(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
     """Check that calls in two threads at the same time share no scratch memory, for one compressor of each class.
 
-    After lines of the author's code, another thread makes a complete call.
+    Between lines of the author's code, another thread makes a complete call.
     """
     files = FilesOfAuthor(type(kernels))
     for compressor in {type(c): c for c in compressors}.values():

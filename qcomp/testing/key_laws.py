@@ -14,12 +14,12 @@ from qcomp.testing.libraries import Vector, to_numpy
 
 _PARTS = ("seed", "step", "tensor", "rank", "hop", "bucket")
 _BITS = {"seed": 64, "step": 64, "tensor": 32, "rank": 32, "hop": 32}
-"""The number of bits of each part that must affect the draws."""
+"""For each part, the number of bits that must affect the draws."""
 _BASE = Key(seed=1, step=2, tensor=3, rank=4)
 _STRIDES = (10, 31, 37, 100, 101, 127, 255, 257, 1000, 1009, 10_000, 65_521, 10**6)
-"""Factors by which a part might be multiplied to make room for another, besides the powers of two."""
+"""Factors, besides powers of two, by which faulty code might multiply one part to make room for another."""
 _ODD = (100, 255, 257, 999, 1000, 1001, 10_000, 65_537, 10**6, 2**53 + 1, 2**63 - 1, 2**63 + 1)
-"""Other numbers of a part, near the ends of what narrower types can hold."""
+"""Further values of a part, near the limits of narrower types."""
 _MIXED = (
     ("seed", "step"),
     ("seed", "rank"),
@@ -30,20 +30,20 @@ _MIXED = (
     ("tensor", "bucket"),
     ("rank", "bucket"),
 )
-"""Parts that may be mixed into one number, the second with a factor of 1."""
+"""Pairs that faulty code might mix into one number: a multiple of the first plus the second."""
 _NEVER = 1e-9
-"""Probability of an event that no test sees."""
+"""A probability so low that no test sees such an event."""
 _SIZE = 512
 _MOST_SEEDS = 50
-"""Seeds with which two keys are compared whose draws are alike: more than any chance explains."""
+"""The number of seeds under which keys with equal draws are compared again: too many for them to agree by chance."""
 _MEETINGS = 4
-"""Large errors that two rows may have in the same places by chance."""
+"""The number of places in which two rows may both have large errors by chance."""
 
 
 def key_names_the_draws(case: Case) -> None:
     """Each part of the key changes the draws of a random compressor; other compressors ignore the key."""
     random = case.compressor.traits.random
-    # Few draws may be alike by chance, but not with all seeds: one coin has two outcomes.
+    # A few draws may agree by chance, such as two flips of a coin, but not under all seeds.
     seeds = range(_MOST_SEEDS if random else 3)
     for size in (_SIZE, 5000):
         x = vector("gaussian", size, 3)
@@ -74,7 +74,7 @@ def no_key_repeats(case: Case) -> None:
     arrays = [plain.array(vector("gaussian", length + 8 * i, 12 + i)) for i in range(3)]
 
     def data(key: Key, number: int) -> bytes:
-        """Return a payload; other numbers give other vectors if vectors show the draws, else other seeds."""
+        """Return a payload. The number selects the vector if one vector shows which draws were made, else the seed."""
         own = key if vectors_tell else _with_other_seed(key, number)
         return to_numpy(plain.compressor.compress(arrays[number % 3], key=own).data).tobytes()
 
@@ -90,7 +90,7 @@ def no_key_repeats(case: Case) -> None:
 
 
 def _buckets_tell(case: Case, length: int) -> bool:
-    """Return whether unrelated keys never give a vector of this length the same result, bucket for bucket."""
+    """Return whether unrelated keys practically never agree in all buckets of a vector of this length."""
     bucket = case.compressor.traits.bucket_size
     count = length // bucket
     if not count:
@@ -99,12 +99,12 @@ def _buckets_tell(case: Case, length: int) -> bool:
     keys = [Key(seed=2000 + number, step=number) for number in range(40)]
     rows = np.asarray([case.decoded(x, key).reshape(count, bucket) for key in keys])
     alike = [np.all(rows[one] == rows[other], axis=1).mean() for one, other in combinations(range(40), 2)]
-    # Of 780 pairs none may be alike by chance.
+    # By chance, none of 780 pairs may agree.
     return bool(max(float(np.mean(alike)), 1 / 260) ** count < _NEVER)
 
 
 def _seeds_that_tell(data: Callable[[Key, int], bytes]) -> tuple[int, int]:
-    """Return two numbers of seeds: with one, two of a thousand keys rarely agree by chance; with the other, never."""
+    """Return two numbers of seeds; two of a thousand keys rarely agree by chance with one, never with the other."""
     results = Counter(data(Key(seed=1000 + number, step=number), 0) for number in range(64))
     alike = sum(count * (count - 1) for count in results.values()) / (64 * 63)
     bits = min(-math.log2(alike), 12.0) if 0 < alike < 1 else 12.0 if not alike else 1.0
@@ -112,7 +112,7 @@ def _seeds_that_tell(data: Callable[[Key, int], bytes]) -> tuple[int, int]:
 
 
 def _with_other_seed(key: Key, number: int) -> Key:
-    """Return a key with another seed; number 0 returns the key."""
+    """Return a key with a seed for each number; 0 returns the key itself."""
     return key._replace(seed=(key.seed + (number << 40)) % 2**64)
 
 
@@ -149,9 +149,9 @@ def _all_keys(bucket_size: int, *, thorough: bool) -> Iterator[Key]:
 
 
 def _more_keys() -> Iterator[Key]:
-    """Yield keys that meet if two parts are mixed into one number, or one becomes a digest of 16 bits."""
+    """Yield keys that coincide if two parts are mixed into one number, or one is reduced to a digest of 16 bits."""
     for first, second in _MIXED:
-        # One is multiplied by some number: (1, i) and (0, 60 j) meet for each up to 60 * 60.
+        # If the first part is multiplied by any number up to 60 * 60, some (1, i) and (0, 60 j) coincide.
         for number in range(61):
             yield Key(**{"seed": 7, first: 1, second: number})
             yield Key(**{"seed": 7, first: 0, second: 60 * number})
@@ -204,7 +204,7 @@ def _require_independent(plain: Case) -> None:
     needed = 24 if plain.compressor.traits.unbiased else None
     results = np.asarray([plain.decoded(x, key) for key in mixed[:needed]])
     centre = x if plain.compressor.traits.unbiased else results[24:].mean(axis=0)
-    # Correlation of errors under unrelated keys, by chance and by the shared centre.
+    # The usual correlation of errors under unrelated keys, due to chance and to the shared centre.
     usual = _correlations(results[:24] - centre)[np.triu_indices(24, 1)]
     if not np.any(usual):
         return
@@ -218,7 +218,7 @@ def _require_independent(plain: Case) -> None:
         pairs = found - mean
         pairs[np.tril_indices(len(values))] = 0.0
         a, b = np.unravel_index(int(np.argmax(np.abs(pairs))), pairs.shape)
-        # Few large errors, as of sparse compressors, meet by chance.
+        # If large errors are few, as with sparse compressors, some coincide by chance.
         by_chance = 8 * deviation + 0.02 + _MEETINGS / max(1.0, float(_width(errors).min()))
         assert abs(pairs[a, b]) < by_chance, (
             f"the errors of {part} {values[a]} and {part} {values[b]} are alike, with correlation {found[a, b]:.2g}: "
@@ -235,8 +235,8 @@ def _require_independent(plain: Case) -> None:
 def _check_shifts(errors: Vector, x: Vector, part: str, by_chance: float) -> None:
     """Check that no row of errors is correlated with the next one after a shift by any number of elements.
 
-    The deviation by chance is taken over all shifts, or is the largest correlation under unrelated keys, since few
-    draws can agree by chance in all elements. Vectors with few large errors correlate by chance too, so they pass.
+    The bound follows from the deviation over all shifts and from the largest correlation under unrelated keys, since a
+    few draws can agree by chance in all elements. Vectors with few large errors also correlate by chance, so they pass.
     """
     for found, shift in _after_shifts(errors, x):
         most = max(0.3, 1.5 * by_chance, 8 * float(found.std()))
@@ -252,7 +252,7 @@ def _largest_after_shifts(errors: Vector, x: Vector) -> float:
 
 def _after_shifts(errors: Vector, x: Vector) -> Iterator[tuple[Vector, int]]:
     """Yield the correlations of each row with the next one after every shift, and the shift with the largest."""
-    of_magnitudes = errors * np.sign(x)  # an error may depend on the draw with the sign of its element
+    of_magnitudes = errors * np.sign(x)  # the sign of an error may depend on the sign of its element
     for signed in (errors, of_magnitudes):
         wide = _width(signed) >= 200
         spectra = np.fft.rfft(signed)

@@ -11,7 +11,7 @@ Attempt = tuple[str, Callable[[], None]]
 
 
 class ContractError(AssertionError):
-    """Promises are broken; the message names each of them, with the first case that shows it."""
+    """Raised if promises are broken; the message names each of them, with the first case that breaks it."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Contract:
     groups : sequence of sequences of Attempt
         The laws. Laws of a group rely on the groups before it, and run only if all earlier laws hold.
     before : mapping of str to callable
-        Preparations by the name of the law that needs them; they run before all laws.
+        Preparations, which run before all laws, by the name of the law that needs them.
     """
 
     subject: str

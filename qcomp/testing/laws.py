@@ -54,7 +54,7 @@ __all__ = ["FORM_LAWS", "LAWS", "MEAN_LAWS", "STATE_LAWS", "VALUE_LAWS", "VECTOR
 
 
 _BESIDE_PADDING = 0.1
-"""Loss of a tail whose last element shares a code with padding; a lost element loses more."""
+"""The loss allowed to a tail whose last element shares a code with padding; losing that element costs more."""
 
 
 def _sizes(case: Case) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def cut_at_buckets(case: Case) -> None:
 
 
 def _more_cuts(bucket: int) -> Iterator[tuple[int, ...]]:
-    """Yield sizes and cuts of other tails, of as many buckets as code may treat at once, and of a large vector."""
+    """Yield sizes and cuts for further tails, for as many buckets as code may process at once, and a large vector."""
     if bucket <= 4096:
         for tail in sorted({*range(1, 34), bucket // 4, bucket // 2 + 2}):
             if tail < bucket:
@@ -129,12 +129,12 @@ def _require_same_when_cut(case: Case, size: int, *cuts: int, dtype: str = "floa
     for start, stop in pairwise((0, *cuts, -(-size // bucket))):
         part = slice(start * bucket, stop * bucket)
         assert case.decoded(x[part], key.at(bucket=first + start)).tobytes() == whole[part].tobytes(), (
-            f"cut after {' and '.join(map(str, cuts))} bucket(s), {size} elements of {dtype} are something else"
+            f"cut after {' and '.join(map(str, cuts))} bucket(s), {size} elements of {dtype} decompress otherwise"
         )
 
 
 def fields_by_bucket(case: Case) -> None:
-    """If `fields_by_bucket` is True, each field of a payload joins the same fields of the payloads of its parts."""
+    """If `fields_by_bucket` is True, each field of a payload concatenates this field of its parts' payloads."""
     own = case.plain.on_numpy.compressor
     bucket = own.traits.bucket_size
     if not own.fields_by_bucket or bucket > LONGEST_BUCKET:
@@ -184,7 +184,7 @@ def _require_tail_as_good(
 ) -> None:
     """Check that a tail loses no more than full buckets do.
 
-    Elements that share a code may have padding beside them, so the last few may lose up to `_BESIDE_PADDING`.
+    The last elements may share a code with padding, so with them the tail may lose up to `_BESIDE_PADDING`.
     """
     values = vector(family, case.compressor.traits.bucket_size + size, 33)
     x = np.concatenate([*(values[: before // 2] for _ in range(2)), values[:size]])
@@ -224,7 +224,7 @@ def _require_zero_codes(compressor: BucketedCompressor, size: int) -> None:
 def _loss(case: Case, x: Vector, *, calls: int, last: int | None = None, but: int = 0) -> float:
     """Return the mean of ||C(v) - v||^2 / ||v||^2 over some draws, for all or only for the last elements.
 
-    ``but`` leaves out as many elements at the end.
+    ``but`` is the number of elements to leave out at the end.
     """
     part = slice(0 if last is None else x.size - last, x.size - but)
     v = x.astype(np.float64)
@@ -384,7 +384,7 @@ STATE_LAWS: tuple[Law, ...] = (
     results_into_buffers,
     same_in_another_process,
 )
-"""Laws about what a result depends on, and what a call leaves behind. Laws that compare results rely on them."""
+"""Laws about dependencies of results and side effects of calls. Laws that compare results rely on these."""
 
 VALUE_LAWS: tuple[Law, ...] = (
     one_way,

@@ -9,7 +9,7 @@ from qcomp.core.numeric.arrays import array_namespace, dtype_name, host_bytes, i
 
 
 class _ReadOnlyNumPy:
-    """NumPy with read-only arrays, which reveal writes into the input."""
+    """NumPy whose arrays are read-only, so that writes into the input raise."""
 
     __name__ = "read_only_numpy"
     float16, float32, float64, uint8 = np.float16, np.float32, np.float64, np.uint8

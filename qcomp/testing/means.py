@@ -89,7 +89,7 @@ def inputs(
 
 
 def start(mean: CompressedMean, tensors: Any, world: int | Sequence[int]) -> list[MeanState]:
-    """Return the first state of every rank of a world, which is given by its size or by its nodes."""
+    """Return the first state of every rank; ``world`` is the number of ranks, or the node of each."""
     nodes = () if isinstance(world, int) else tuple(world)
     size = world if isinstance(world, int) else len(nodes)
     return [mean.zeros(tensors, rank=rank, size=size, nodes=nodes) for rank in range(size)]
@@ -116,7 +116,7 @@ def average(
 
 
 def means_of(world: Peers, inputs_of: Sequence[tuple[str, int]]) -> list[bytes]:
-    """Return the bytes of means and residuals, for compressors and steps."""
+    """Return the bytes of means and residuals, for each pair of a compressor and a step."""
     found = []
     for spec, step in inputs_of:
         mean = world.mean(spec)
@@ -127,7 +127,7 @@ def means_of(world: Peers, inputs_of: Sequence[tuple[str, int]]) -> list[bytes]:
 
 
 def of_registered(topology: Topology, arguments: tuple[Peers, Sequence[tuple[str, int]]]) -> list[bytes]:
-    """Return `means_of` in a process that does not know the topology yet."""
+    """Register a topology that this process does not know, and return its `means_of`."""
     register(topology)
     return means_of(*arguments)
 
@@ -184,9 +184,10 @@ def require_sum_identity(
     dtype: Any = np.float64,
     owes: Callable[..., list[np.ndarray[Any, Any]]] = owed,
 ) -> None:
-    """Require that after every step the means add up to the sum of the exact means, minus mean_i e_i + e_s.
+    """Require that after every step the means add up to the sum of the exact means, minus (mean_i e_i + e_s).
 
-    A step rounds an element less than 1000 times, of at most a few times the largest magnitude, by half an ulp each.
+    For the tolerance: a step rounds an element fewer than 1000 times, each time by half an ulp, at values of at most a
+    few times the largest magnitude.
     """
     tolerance = 2**12 * float(np.finfo(dtype).eps)
     tensors = inputs(0, 0, dtype, shapes)
@@ -214,7 +215,7 @@ def require_sum_identity(
 def draws_of(
     mean: CompressedMean, values: Sequence[Any], states: Sequence[MeanState], step: int = 4
 ) -> list[Key]:
-    """Return a key for every bucket that is rounded in the mean of a step; its ``bucket`` is the bucket's number."""
+    """Return a key for every bucket that a step's mean rounds; the key's ``bucket`` is the bucket's number."""
     seen: list[Key] = []
 
     def source(key: Key, block: Block) -> int:

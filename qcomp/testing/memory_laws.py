@@ -1,4 +1,4 @@
-"""Laws about memory: only given buffers are written to, nothing is shared, and layouts do not matter."""
+"""Laws about memory: calls write only to given buffers, results share no memory, and layouts do not matter."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def _dtypes(case: Case) -> list[str]:
 
 
 def _layouts(case: Case, x: Vector, dtype: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield names, arrays with the elements of x in several layouts, and their whole memory."""
+    """Yield the name of each layout, an array with the elements of x in it, and the whole memory around the array."""
     plain = case.array(x, dtype)
     yield "a separate array", plain, plain
     doubled = case.array(np.repeat(x, 2), dtype)
@@ -56,7 +56,7 @@ def _tensors(case: Case, x: Vector, dtype: str) -> Iterator[tuple[str, Any, Any]
 
 
 def _kinds(case: Case) -> tuple[Callable[[Case, Vector, str], Iterator[tuple[str, Any, Any]]], ...]:
-    """Return the functions that lay out an array; JAX compiles for every shape, and none of its arrays is a view."""
+    """Return the functions that lay out an array; fewer for JAX, which compiles for every shape and has no views."""
     few = (_layouts, _matrices)
     return few if library_name(case.xp) == "jax.numpy" else (*few, _tensors)
 
@@ -155,7 +155,7 @@ def _require_own_memory(case: Case, shape: tuple[int, ...], dtype: str) -> None:
 
 
 def results_into_buffers(case: Case) -> None:
-    """With ``out`` the buffer is filled and returned, and `add` adds; values are the same, and nothing else changes."""
+    """With ``out``, `decompress` fills the buffer and returns it; `add` adds. Values and other memory do not change."""
     if case.jit:
         return
     for dtype in _dtypes(case):

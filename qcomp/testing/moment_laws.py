@@ -1,4 +1,4 @@
-"""The law E C(v) = v, for sizes, magnitudes, keys and dtypes; exactly, if draws can be enumerated."""
+"""Laws of unbiasedness, E C(v) = v: for all sizes, magnitudes, keys and dtypes; exactly if draws can be enumerated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from qcomp.testing.libraries import Vector
 from qcomp.testing.worst_cases import HITS, row_length
 
 _SUSPICIOUS, _CERTAIN = 4.2, 6.0
-"""Deviations in standard errors: from the first on more samples are drawn, from the second on the law is broken."""
+"""Deviations, in standard errors: at the first more samples are drawn, at the second the law counts as broken."""
 _MORE = (6, 30)
 """Factors for the number of samples with other keys, in the first and in the second repetition."""
 _DRAWS = 1 << 16
@@ -65,7 +65,7 @@ class _Situation:
     calls: int
     what: str
     unit: int
-    """Elements whose draws may depend on each other: a bucket, or the whole vector."""
+    """The number of elements whose draws may depend on each other: a bucket's, or the whole vector's."""
 
 
 def unbiased(case: Case) -> None:
@@ -212,8 +212,7 @@ def _directions(v: Vector, unit: int) -> Vector:
 def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Vector, Vector]:
     """Return the deviation of the mean in each direction, in standard errors and as a fraction of v.
 
-    ``unseen`` is the largest error, relative to the largest magnitude, that an element may have too rarely to be
-    sampled.
+    ``unseen`` is the largest error of an element that may be too rare to be sampled, relative to the largest magnitude.
     """
     x, unit = situation.x, situation.unit
     exact = flushed(x).astype(np.float64)
@@ -237,7 +236,7 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Vecto
     rare = np.maximum(jump, unseen * np.abs(directions).max(axis=1))
     omega = case.compressor.traits.omega or 0.0
     if len(starts) * situation.calls < HITS * (1 + omega):
-        # An element that is kept once in 1 + omega draws has an error of omega times its value then.
+        # If an element is kept in one of 1 + omega draws, its error in that draw is omega times its value.
         rare = np.maximum(rare, omega * np.abs(directions * v).max(axis=1))
     chance = np.sqrt(squares + 9 * rare**2)
     level = max(level, float(np.sqrt(np.add.reduceat(v**2, starts).max())))
@@ -248,10 +247,10 @@ def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Vecto
 
 
 def unbiased_to_the_last_draw(case: Case) -> None:
-    """E C(v) = v exactly, over all 65536 draws of an element, up to 2^-17 of a level, the resolution of 16 bits.
+    """E C(v) = v over all 65536 draws of an element, up to 2^-17 of a level, which is the resolution of 16-bit draws.
 
-    It applies to compressors in which a draw of `qcomp.core.numeric.random.draws16` affects only its own element;
-    others can only be tested with many draws.
+    It applies if each draw of `qcomp.core.numeric.random.draws16` affects only its own element. Other compressors can
+    only be tested with many draws.
     """
     traits = case.compressor.traits
     if not traits.unbiased or not traits.random or not _draws_decide_about_their_element(case):
@@ -303,7 +302,7 @@ def unbiased_at_every_size(case: Case) -> None:
 
 
 def _spread_draws() -> list[int]:
-    """Return draws at equal distances, each shifted by at most an eighth of a distance to vary the low bits."""
+    """Return equally spaced draws, each shifted by at most an eighth of the spacing to vary the low bits."""
     distance, bits = _DRAWS // _SPREAD, _SPREAD.bit_length() - 1
     reversed_numbers = [int(f"{index:0{bits}b}"[::-1], 2) for index in range(_SPREAD)]
     return [
@@ -349,9 +348,9 @@ def _draws_decide_about_their_element(case: Case) -> bool:
 
 
 def _is_asked_twice(asked: list[tuple[Key, Block]], size: int) -> bool:
-    """Return whether elements have several draws, of other keys or blocks: these must not be given equal values.
+    """Return whether elements have several draws, under other keys or blocks, which must not all be equal.
 
-    `qcomp.core.numeric.random.draws16_again` has no key, and asks with the default one.
+    `qcomp.core.numeric.random.draws16_again` takes no key, so it asks with the default key.
     """
     named = {(key, block) for key, block in asked if key != Key()}
     again = [block for key, block in asked if key == Key()]

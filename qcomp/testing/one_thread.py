@@ -1,4 +1,4 @@
-"""All ranks of a world in one thread: their computations in stages take turns."""
+"""Runs all ranks of a world in one thread, where their computations in stages take turns."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def lockstep(
     computations : sequence of generators
         The stages of rank 0, of rank 1 and so on.
     catch : type or tuple of types, optional
-        Exceptions to return instead of raising. If one rank raises one, all ranks must raise one in the same stage.
+        Exceptions to return instead of raising. If a rank raises one of these, all ranks must do so in the same stage.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def bytes_to_others(request: Exchange, rank: int) -> int:
 
 
 def deliver(requests: Mapping[int, Exchange]) -> list[list[Any]]:
-    """Return what arrives on each rank when all have asked for an exchange; raises AssertionError like `lockstep`."""
+    """Return each rank's arriving buffers, once all ranks have requested an exchange; raises as `lockstep` does."""
     ranks = range(len(requests))
     kinds = {rank: type(request).__name__ for rank, request in requests.items()}
     assert len(set(kinds.values())) == 1, f"the ranks want different exchanges: {kinds}"

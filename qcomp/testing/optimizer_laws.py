@@ -33,7 +33,7 @@ from qcomp.testing.libraries import to_numpy
 from qcomp.testing.one_thread import lockstep
 
 _SECONDS = 60.0
-"""Time in which ranks in threads must end; a law takes a second or two."""
+"""Seconds within which ranks in threads must end; a law takes a second or two."""
 
 
 def ranks_agree(case: OptimizerCase) -> None:
@@ -65,7 +65,7 @@ def ranks_agree(case: OptimizerCase) -> None:
 
 
 def compresses_soon(case: OptimizerCase) -> None:
-    """If it has an averaging, it compresses something soon; otherwise the other laws would not test compression."""
+    """An optimizer with an averaging compresses something soon; otherwise the other laws would not test compression."""
     if not hasattr(case.optimizer, "averaging"):
         return
     states = [job.states[0] for job in case.whole_run]
@@ -127,14 +127,14 @@ def only_results_are_new(case: OptimizerCase) -> None:
 
 
 def _require_drawn(grads: Sequence[Any], job: Ranks, step: int) -> None:
-    """Raise AssertionError unless gradients are as a job draws them for a step."""
+    """Raise AssertionError unless gradients still equal those that a job draws for a step."""
     for given, drawn in zip(grads, job.grads(step), strict=True):
         same = list(map(bytes_of, given)) == list(map(bytes_of, drawn))
         assert same, f"step {step} writes to gradients"
 
 
 def keeps_no_gradients(case: OptimizerCase) -> None:
-    """What a step returns does not change if the gradients are overwritten later, as frameworks do."""
+    """The results of a step do not change if the gradients are overwritten later, as by frameworks."""
     for size in (1, 2):
         job = case.start(size)
         for step in range(STEPS):
@@ -200,7 +200,7 @@ def goes_on_in_another_process(case: OptimizerCase) -> None:
 
 
 def counts_are_kept(case: OptimizerCase) -> None:
-    """Large numbers of completed and skipped steps are counted on, saved and loaded."""
+    """Large counts of completed and skipped steps continue, and are saved and loaded, correctly."""
     last = case.whole_run[-1]
     for step, skipped in ((255, 3), (65_535, 300), (2**31 - 1, 1), (2**32, 70_000)):
         states = [s._replace(step=step, skipped=skipped) for s in last.states]
@@ -329,7 +329,7 @@ def weights_scale_gradients(case: OptimizerCase) -> None:
 
 
 def another_world_goes_on(case: OptimizerCase) -> None:
-    """More or fewer ranks can load the dicts of two with their moments and residuals, and then agree; or all refuse."""
+    """More or fewer ranks can load two ranks' dicts with moments and residuals, and agree afterwards; or all refuse."""
     for saved, size in product(case.whole_run[::3], (3, 1)):
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]
         stages = [
@@ -356,7 +356,7 @@ def another_world_goes_on(case: OptimizerCase) -> None:
 
 
 def _require_kept(loaded: Ranks, saved: Ranks) -> None:
-    """Raise AssertionError unless the means of moments and residuals over the ranks are the same as before a save."""
+    """Raise AssertionError unless the means over ranks of moments and residuals are the same as when saved."""
     where = f"loaded after {saved.states[0].step} steps on {loaded.size} ranks"
     after = _of_all_ranks(loaded)
     for kind, (before, largest) in _of_all_ranks(saved).items():

@@ -13,7 +13,7 @@ from qcomp.testing.libraries import Vector, to_numpy
 
 
 def payload_size(case: Case) -> None:
-    """A payload has exactly the number of bytes in its spec, or at most that with `Compressor.variable_length`.
+    """A payload has exactly as many bytes as its spec says, or at most as many with `Compressor.variable_length`.
 
     It is a uint8 array on the device of the vector.
     """

@@ -51,7 +51,7 @@ def rates_scale_the_step(case: OptimizerCase) -> None:
 
 
 def schedules_count_completed_steps(case: OptimizerCase) -> None:
-    """With a schedule that is 0 until step k, nothing moves before step k, and step k moves what it always moves.
+    """With a schedule that is 0 until step k, no parameters move before step k, and step k moves them as usual.
 
     A step that is skipped is not completed.
     """
@@ -76,7 +76,7 @@ def schedules_count_completed_steps(case: OptimizerCase) -> None:
 
 
 def groups_select_by_name(case: OptimizerCase) -> None:
-    """Rates and decays of groups have the effects of the optimizer's own; a factor of 0 keeps tensors unchanged."""
+    """A group's rate and decay have the same effects as the optimizer's; a factor of 0 leaves tensors unchanged."""
     case = _steady(case)
     rate: Any = case.optimizer.learning_rate
     others = tuple(name for name in NAMES if not name.startswith("layer."))
@@ -148,7 +148,7 @@ def clipping_scales_gradients(case: OptimizerCase) -> None:
 
 
 def _of_known_norm(rank: int) -> list[Vector]:
-    """Return gradients of rank 0 or 1, of norms 7 * 128 and 128: as 49 + 1 = 2 * 25, both have the norm `_NORM`."""
+    """Return gradients with norm 7 * 128 on rank 0, 128 on rank 1; as 49 + 1 = 2 * 25, their global norm is `_NORM`."""
     rng = np.random.default_rng([12, rank])
     sizes = [int(np.prod(shape)) for shape in SHAPES]
     values = np.ones(sum(sizes), np.float32)
@@ -159,7 +159,7 @@ def _of_known_norm(rank: int) -> list[Vector]:
 
 
 def gradients_are_averaged(case: OptimizerCase) -> None:
-    """Without a loss by compression, three and four ranks begin like one rank with the mean of their gradients."""
+    """With lossless compression, three or four ranks begin with the same step as one rank with their mean gradient."""
     exact = _without_loss(case)
     if exact is None:
         return
@@ -182,7 +182,7 @@ def gradients_are_averaged(case: OptimizerCase) -> None:
 
 
 def long_tensors_move_to_the_end(case: OptimizerCase) -> None:
-    """Without a loss by compression, all of 70,003 parameters with the same gradient fall, the last ones too."""
+    """With lossless compression, all of 70,003 parameters with the same gradient fall, including the last ones."""
     exact = _without_loss(_steady(case))
     if exact is None:
         return
@@ -201,7 +201,7 @@ def long_tensors_move_to_the_end(case: OptimizerCase) -> None:
 
 
 def equal_ranks_move_as_one(case: OptimizerCase) -> None:
-    """Without a loss by compression, two ranks with the same gradients move like one rank alone, also with decay."""
+    """With lossless compression, two ranks with the same gradients move like one rank alone, even with decay."""
     for each in (case, case.having(weight_decay=0.5)):
         exact = None if each is None else _without_loss(each)
         if exact is not None:
@@ -223,7 +223,7 @@ def _require_moves_as_one(exact: OptimizerCase) -> None:
 
 
 def nothing_is_lost(case: OptimizerCase) -> None:
-    """If it is SGD, its moves and what its residuals owe add up to the mean gradients, which it does not forget."""
+    """If the optimizer is SGD, its moves plus what its residuals owe add up to the mean gradients."""
     known = {field.name for field in fields(case.optimizer)}
     plain = case.having(**{name: value for name, value in _PLAIN.items() if name in known})
     exact = None if plain is None else _without_loss(plain)
@@ -247,9 +247,10 @@ _PLAIN: dict[str, Any] = {
 
 
 def _lost(case: OptimizerCase, steps: int) -> str | None:
-    """Return a text about the first tensor whose moves plus residuals are not the mean gradients; None without one.
+    """Describe the first tensor whose moves plus residuals are not the mean gradients; None if there is none.
 
-    A step rounds an element fewer than 100 times, of at most a few times the largest magnitude, by half an ulp each.
+    For the tolerance: a step rounds an element fewer than 100 times, each time by half an ulp, at values of at most a
+    few times the largest magnitude.
     """
     job = case.start(2)
     left = [to_numpy(p).astype(np.float64) for p in job.params[0]]
@@ -306,14 +307,14 @@ def _from(k: int, rate: float, step: int) -> float:
 
 
 def _steady(case: OptimizerCase) -> OptimizerCase:
-    """Return the case with the largest rate of its schedule in every step, and without groups."""
+    """Return the case without groups, and with its schedule's largest rate in every step."""
     rate: Any = case.optimizer.learning_rate
     largest = max(map(rate, range(STEPS))) if callable(rate) else rate
     return OptimizerCase(replace(case.optimizer, learning_rate=largest, groups=()), case.xp)
 
 
 def _without_loss(case: OptimizerCase) -> OptimizerCase | None:
-    """Return the case with compressors that lose nothing; None if the optimizer compresses in a way of its own."""
+    """Return the case with lossless compressors; None if the optimizer compresses in its own way."""
     settings = {field.name: getattr(case.optimizer, field.name) for field in fields(case.optimizer)}
     lossless: dict[str, Any] = {
         n: Identity() for n, value in settings.items() if isinstance(value, Compressor)
@@ -328,7 +329,7 @@ def _params(job: Ranks) -> list[bytes]:
 
 
 def _first_difference(one: OptimizerCase | None, other: OptimizerCase | None) -> tuple[int, str | None]:
-    """Return the first step after which two cases have other parameters, and the first of these."""
+    """Return the first step after which the parameters of two cases differ, and the first parameter that differs."""
     if one is None or other is None:
         return 0, None
     jobs = one.start(2), other.start(2)

@@ -1,4 +1,4 @@
-"""The law about vectors of more than 2^16 and 2^20 elements whose buckets are too long to be cut."""
+"""The law about vectors of more than 2^16 and 2^20 elements, for buckets that are too long for other laws."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from qcomp.testing.inputs import vector
 from qcomp.testing.libraries import Vector
 
 _SIZES = (70_001, (1 << 20) + 4099)
-"""Places behind 2^16, and behind 2^20."""
+"""Sizes above 2^16 and above 2^20."""
 _CALLS = {70_001: 24, (1 << 20) + 4099: 6}
 _WIDEST = 1 << 13
-"""The longest bucket of which other laws cut large vectors into pieces, and look at every value."""
+"""The longest bucket for which other laws cut large vectors into pieces and check every value."""
 
 
 def large_vectors(case: Case) -> None:
@@ -32,12 +32,12 @@ def large_vectors(case: Case) -> None:
                 f"{lost_near:.3g} if they are the first ones"
             )
             _require_bounds(plain, far, f"{size} elements, few of them large", calls)
-        # Of few large elements, a few draws may keep none.
+        # A few draws may keep none of the few large elements.
         _require_bounds(plain, vector("gaussian", size, 22), f"{size} gaussian values", calls)
 
 
 def _spikes(size: int) -> Iterator[Vector]:
-    """Yield two sparse vectors with the same values: near the first element, and in all parts of the vector."""
+    """Yield two sparse vectors with the same nonzero values: at the beginning, and spread over the whole vector."""
     values = np.asarray([3.0, -2.0, 2.5, -2.75, 2.25, -3.25], dtype=np.float32)
     places = [5, 65_541, 66_000, size // 2 + 65_537 if size > 1 << 20 else 69_000, size - 300, size - 1]
     for where in (np.arange(len(values)), np.asarray(places)):
@@ -47,7 +47,7 @@ def _spikes(size: int) -> Iterator[Vector]:
 
 
 def _losses(case: Case, x: Vector, calls: int) -> tuple[float, float, float, float]:
-    """Return the mean of ||C(v) - v||^2 / ||v||^2 and its deviation, and these of <C(v), v> / ||v||^2."""
+    """Return the mean of ||C(v) - v||^2 / ||v||^2 and its deviation, then both for <C(v), v> / ||v||^2."""
     v = x.astype(np.float64)
     energy = float(v @ v)
     lost, along = np.empty(calls), np.empty(calls)

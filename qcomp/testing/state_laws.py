@@ -26,13 +26,13 @@ from qcomp.testing.libraries import to_numpy
 Results = list[tuple[bytes, bytes]]
 
 _SIZE_OF_INTERRUPTED = 5000
-"""Elements of the vectors of concurrent calls: enough for code that treats larger vectors in another way."""
+"""The size of vectors in concurrent calls, enough for code that processes larger vectors in another way."""
 _HELD = 70
-"""Payloads that are kept at the same time: more than a small ring of buffers holds."""
+"""The number of payloads kept at the same time, more than a small ring of buffers holds."""
 _VISITS = 2
-"""Interruptions of a line."""
+"""Interruptions of each line."""
 _MOST_INTERRUPTIONS = 400
-"""Interruptions of a call, which bound the time for a package with many lines."""
+"""The most interruptions of one call, which bounds the time for a package with many lines."""
 
 
 def _sizes(case: Case) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def independent_of_calls(case: Case) -> None:
 
 
 def _require_no_memory(case: Case, size: int) -> None:
-    """Check that nothing is kept outside the payload, and that an array is known by its values, not as an object."""
+    """Check that nothing is kept outside the payload, and that results follow an array's values, not its identity."""
     key = Key(seed=1, step=2, rank=1)
     x = case.array(vector("gaussian", size, 17))
     payload = case.compressor.compress(x, key=key)
@@ -164,7 +164,7 @@ def _poison() -> None:
 def independent_of_threads(case: Case) -> None:
     """Concurrent calls in two threads do not disturb each other: they share no scratch memory.
 
-    After lines of the author's code, another thread makes a complete call.
+    Between lines of the author's code, another thread makes a complete call.
     """
     if case.jit:
         return
@@ -187,7 +187,7 @@ def independent_of_threads(case: Case) -> None:
 
 
 class FilesOfAuthor:
-    """The files of an author's code: of a class, its bases and its package, and all that belong to no library."""
+    """The files of an author's code: those of a class, its bases and its package, and all outside of libraries."""
 
     def __init__(self, cls: type) -> None:
         self._bases = {getattr(sys.modules[base.__module__], "__file__", None) for base in cls.__mro__}
@@ -208,9 +208,9 @@ class FilesOfAuthor:
 def interrupted(
     call: Callable[[], Any], other: Callable[[], Any], files: FilesOfAuthor
 ) -> tuple[Any, list[Any]]:
-    """Return the results of a call and of others, which another thread makes after its lines in these files.
+    """Return the result of a call, and of the calls that other threads make between the call's lines in these files.
 
-    Each line is interrupted a few times, so that a loop leaves interruptions for the lines behind it.
+    Each line is interrupted only a few times, so that a loop does not use up the interruptions of later lines.
     """
     others: list[Any] = []
     threads: list[threading.Thread] = []
@@ -224,7 +224,7 @@ def interrupted(
         line = (frame.f_code, frame.f_lineno)
         if event == "line" and visits[line] < _VISITS and len(threads) < _MOST_INTERRUPTIONS:
             visits[line] += 1
-            # A thread that waits for a lock of the interrupted call is correct, so wait only briefly.
+            # The thread may rightly wait for a lock that the interrupted call holds, so wait only briefly.
             thread = threading.Thread(target=lambda: others.append(other()), daemon=True)
             threads.append(thread)
             thread.start()

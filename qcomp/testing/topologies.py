@@ -19,18 +19,18 @@ _SHAPES = [(40,), (5,), ()]
 def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = False) -> None:
     """Check that a topology keeps every promise of `qcomp.CompressedMean`.
 
-    It is checked in worlds of one to five ranks, which take turns in one thread, and with shared nodes if the topology
-    wants them. All ranks request the same exchanges and hold the same means. The sum identity holds, in float64 and in
-    float32. Arguments and earlier results are not written to. Each hop has its own draws. All ranks share a refusal.
-    Damaged messages are noticed. Rounds, coders, donation and communicators change nothing. The cost is a sensible
-    number, which counts the bytes that ranks send.
+    The check runs worlds of one to five ranks, which take turns in one thread, and worlds with shared nodes if the
+    topology uses nodes. All ranks request the same exchanges and hold the same means. The sum identity holds, in
+    float64 and in float32. Arguments and earlier results are not written to. Each hop has its own draws. A refusal
+    reaches all ranks. Damaged messages are noticed. Rounds, coders, donation and communicators do not change results.
+    The cost is a sensible number, and counts the bytes that ranks send.
 
     Parameters
     ----------
     topology : Topology
         The topology to check. It is registered if it is not registered yet.
     xp : namespace
-        An array library that must give the same bytes as NumPy, on which the laws are checked.
+        An array library, which must give the same bytes as NumPy; the laws themselves run on NumPy.
     thorough : bool
         Whether to check all worlds, up to seven ranks.
 

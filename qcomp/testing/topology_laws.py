@@ -76,7 +76,7 @@ def exact_without_loss(world: Peers) -> None:
 
 
 def fewer_buckets_than_ranks(world: Peers) -> None:
-    """It averages one short tensor, and tensors without elements."""
+    """A topology can average one short tensor, and tensors without elements."""
     for shapes in ([(20,)], [(3,)], [(0,)], [(0,), (2, 0)]):
         for spec in SPECS[:2]:
             mean = world.mean(spec)
@@ -116,7 +116,7 @@ def own_precision(world: Peers) -> None:
 
 
 def residuals_as_laid_out(world: Peers) -> None:
-    """The first residuals are zeros for the ranges of the layout, which give no element two servers."""
+    """The first residuals are zeros, shaped as the layout says; no element has two servers."""
     mean = world.mean()
     served = [np.zeros(math.prod(shape), int) for shape in SHAPES]
     for state in world.start(mean, inputs(0, 0)):
@@ -148,7 +148,7 @@ def nothing_owed_without_feedback(world: Peers) -> None:
 
 def sum_identity(world: Peers) -> None:
     """The means add up to the exact means, minus what the residuals of all ranks hold, in float64 and float32."""
-    uneven = [*SHAPES, (10_007,)]  # leaves a rest in every division into blocks
+    uneven = [*SHAPES, (10_007,)]  # leaves a remainder in every division into blocks
     for spec in SPECS[:3:2]:
         require_sum_identity(world.mean(spec), world.nodes, shapes=uneven, dtype=np.float32)
     others = ("sign:bucket_size=16,scale=rms", "onebit_sgd", "scaled(qsgd:levels=1)")
@@ -193,7 +193,7 @@ def donation_changes_nothing(world: Peers) -> None:
 
 
 def overwriting_changes_nothing(world: Peers) -> None:
-    """Means that may overwrite the buffers of the values are the same, and use these buffers."""
+    """With permission to overwrite the buffers of the values, means are the same, and use these buffers."""
     for spec in (*SPECS[:2], "identity"):
         mean = world.mean(spec)
         plain = over = world.start(mean, inputs(0, 0))
@@ -205,7 +205,7 @@ def overwriting_changes_nothing(world: Peers) -> None:
             over = [state for _, state in results]
             same = {bits(means) for means, _ in results} == {bits(expected)} and _held(over) == _held(plain)
             assert same, f"with overwrite, {spec} gives another result"
-            if spec == "identity" or world.is_exact:  # several tensors are one vector there
+            if spec == "identity" or world.is_exact:  # these join several tensors into one vector
                 continue
             for own, (means, _) in zip(values, results, strict=True):
                 taken = all(np.shares_memory(m, x) for m, x in zip(means, own, strict=True) if x.size)
@@ -213,7 +213,7 @@ def overwriting_changes_nothing(world: Peers) -> None:
 
 
 def side_by_side(world: Peers) -> None:
-    """Fused with other means, or pipelined with them, it gives the same result."""
+    """A mean that is fused or pipelined with others gives the same result."""
     other = "all_gather" if world.topology != "all_gather" else "ring"
     means = [
         world.mean(),
@@ -233,7 +233,7 @@ def side_by_side(world: Peers) -> None:
 
 
 def rounds_change_nothing(world: Peers) -> None:
-    """If it allows rounds, several rounds give the same means and residuals as one."""
+    """If the topology allows rounds, several rounds give the same means and residuals as one."""
     resolved = topology(world.topology)
     if not resolved.allows_rounds or world.is_exact:
         return
@@ -337,7 +337,7 @@ def sends_what_fits(world: Peers) -> None:
 
 
 def costs_make_sense(world: Peers) -> None:
-    """Its cost is finite and not negative, and does not fall as vectors grow or links become slower."""
+    """The topology's cost is finite and not negative, and does not fall as vectors grow or links become slower."""
     resolved = topology(world.topology)
     per_node = world.size // len(set(world.nodes)) if world.size % len(set(world.nodes)) == 0 else 1
 
@@ -357,13 +357,13 @@ def costs_make_sense(world: Peers) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)  # one rank's; layouts are not shared with an equal compressor
+@dataclass(frozen=True, eq=False)  # each rank has its own, and equal ones must not share layouts
 class _Counting(ScaledSign):
     """Counts the elements that it compresses and decompresses."""
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """The elements that it compressed and decompressed, and the bytes that its rank sent."""
+        """The numbers of elements compressed and decompressed, and of bytes that its rank sent."""
         return Counter()
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
@@ -376,7 +376,7 @@ class _Counting(ScaledSign):
 
 
 def costs_count_what_happens(world: Peers) -> None:
-    """The bytes and elements of its cost lie between the average and the most of a rank, up to a tenth for rounding."""
+    """The bytes and elements in the cost lie between the ranks' average and maximum, up to a tenth for rounding."""
     per_node, *others = {world.nodes.count(node) for node in world.nodes}
     if world.size == 1 or others:
         return  # a cluster has the same number of ranks on every node
@@ -410,7 +410,7 @@ def costs_count_what_happens(world: Peers) -> None:
 
 
 def each_tensor_has_its_compressor(world: Peers) -> None:
-    """With a compressor for each tensor, each is averaged with its own: exactly, or with the loss of its compressor."""
+    """With a compressor for each tensor, each tensor is averaged exactly, or with the loss of its own compressor."""
     shapes = ((33,), (170,), (50,), (4, 10))
     chosen = (ScaledSign(bucket_size=16), Identity(), MinMaxUInt8(bucket_size=16), Cast())
     for order in (1, -1):
@@ -429,11 +429,11 @@ def each_tensor_has_its_compressor(world: Peers) -> None:
 
 
 _MOST_OFF: dict[type, float] = {Identity: 1e-6, MinMaxUInt8: 0.02, Cast: 0.02}
-"""How far from the exact mean of normal values one compression may be."""
+"""The largest deviation of one compression from the exact mean of normal values."""
 
 
 def many_ranks_owe_what_is_lost(world: Peers) -> None:
-    """The sum identity holds on more than five ranks too, of any number."""
+    """The sum identity also holds on more than five ranks, whatever their number."""
     if world.size > 5:
         require_sum_identity(world.mean(), world.nodes, shapes=[(170,), (3, 11)])
 
@@ -464,7 +464,7 @@ def same_in_another_process(world: Peers) -> None:
 
 
 def residuals_are_used(world: Peers) -> None:
-    """Every residual that is kept enters a later mean: dropping it anywhere breaks the sum identity."""
+    """Every residual that a state keeps enters a later mean: dropping any breaks the sum identity."""
     if world.is_exact:
         return
     mean = world.mean()

@@ -75,7 +75,7 @@ def _require_sparse(case: Case, decoded: Vector) -> None:
 
 
 def peak(case: Case, x: Vector) -> None:
-    """In every bucket, the largest error is at most the largest magnitude, times what the traits say."""
+    """In every bucket, the largest error is at most the largest magnitude times the peak in the traits."""
     _require_peak(case, x, case.compress(x).decoded)
 
 
@@ -158,5 +158,5 @@ _CONDITIONS: dict[VectorLaw, Callable[[Case], bool]] = {
 
 
 def applies(case: Case, law: VectorLaw) -> bool:
-    """Return whether the traits promise what a law is about; drawing vectors for other laws takes time."""
+    """Return whether the traits promise what a law checks; drawing vectors for other laws would waste time."""
     return law not in _CONDITIONS or _CONDITIONS[law](case)

@@ -1,4 +1,4 @@
-"""Laws about worst cases: no vector that is known to be hard or found by ascent breaks the bounds of the traits."""
+"""Laws about worst cases: neither known hard vectors nor those found by ascent break the bounds in the traits."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,15 +17,16 @@ _WIDEST = 1 << 13
 _ROUNDS = 8
 """Generations of the ascent."""
 _CALLS = (8, 64, 800)
-"""Draws of a vector that ends in a tail, more if its error looks too large."""
+"""The number of draws for a vector that ends in a tail; more are made if its error looks too large."""
 _SIGMAS = 6.0
 """Deviation of a mean over draws that breaks the law, in standard errors."""
 HITS = 18
-"""How often a rare result has to be expected before a mean without it counts: so often, it is not missing by chance."""
+"""The expected number of occurrences from which on a rare result cannot be missing by chance."""
 _ROUNDING = 2.0**-22
 """Relative error that the rounding of scales and results to float32 can add."""
 _ABSOLUTE = 2.0**-119
-"""Error of an element that `Traits` allows besides: up to 128 times a scale that is too small and becomes zero."""
+"""The further error of an element that `Traits` allows: up to 128 times a scale that is so small that it becomes
+zero."""
 
 
 class _Bound(NamedTuple):
@@ -55,7 +56,7 @@ def variance_bound(case: Case) -> None:
 
 
 def contraction(case: Case) -> None:
-    """E ||C(v) - v||^2 is at most (1 - delta) ||v||^2, for the same vectors."""
+    """E ||C(v) - v||^2 is at most (1 - delta) ||v||^2, for the same vectors as in `variance_bound`."""
     for each in case.of_shapes:
         delta = each.compressor.traits.delta
         if delta is not None:
@@ -65,7 +66,7 @@ def contraction(case: Case) -> None:
 def _check(case: Case, bound: _Bound, least_draws: float = 1) -> None:
     for found in _candidates(case.plain, bound.factor):
         limit = _rounded_up(bound.factor) + _SIGMAS * found.deviation
-        # A result that is expected up to HITS times can be missing by chance, and the mean is larger without it.
+        # A rare result that is expected fewer than HITS times can be missing by chance, which makes the mean larger.
         unseen = HITS / found.draws if found.draws < least_draws else 0.0
         assert found.ratio * (1 - unseen) <= limit, (
             f"E ||C(v) - v||^2 is {found.ratio:.6g} ||v||^2, above ({bound.name}) ||v||^2 = {bound.factor:.6g} "
@@ -83,7 +84,7 @@ def _candidates(case: Case, limit: float) -> Iterator[_Found]:
 
 
 def row_length(bucket_size: int) -> int:
-    """Return the length of vectors that can be concatenated in one call: whole buckets."""
+    """Return the length, in whole buckets, of vectors that can be concatenated in one call."""
     return bucket_size * max(1, 8 // bucket_size)
 
 
@@ -121,7 +122,7 @@ def _in_range(case: Case, rows: Vector) -> Vector:
 
 
 def _expected(case: Case, rows: Vector, *, draws: int) -> Vector:
-    """Return the relative error of each row, the mean over some draws for a random compressor."""
+    """Return the relative error of each row; for a random compressor, the mean over some draws."""
     repeats = draws if case.compressor.traits.random else 1
     m, length = rows.shape
     step = max(1, _BATCH // (repeats * length))
@@ -147,7 +148,7 @@ def _ratios(decoded: Vector, rows: Vector) -> Vector:
 
 
 def _measure(case: Case, row: Vector, what: str) -> _Found:
-    """Return the relative error of one row, over a few thousand draws for a random compressor."""
+    """Return the relative error of one row; for a random compressor, the mean over at least 1024 draws."""
     if not case.compressor.traits.random:
         return _Found(float(_ratios(case.decoded(row, Key(seed=1)), row)), 0.0, np.inf, what)
     repeats = max(1, min(4 * _BATCH // row.size, 4096))
@@ -161,7 +162,7 @@ def _measure(case: Case, row: Vector, what: str) -> _Found:
 
 
 def _ascend(case: Case, rows: Vector, ratios: Vector) -> Vector:
-    """Return the worst row of a search: each generation changes the current worst rows and keeps the new worst."""
+    """Return the worst row of a search: each generation varies the current worst rows, and keeps the worst of all."""
     rng = np.random.default_rng(23)
     length = rows.shape[1]
     keep = max(2, min(8, _BATCH // (16 * length)))
@@ -179,7 +180,7 @@ def _ascend(case: Case, rows: Vector, ratios: Vector) -> Vector:
 
 
 def _worst_of_two_values(case: Case, length: int) -> Vector:
-    """Return the worst vector (1, p, ..., p): the worst p is often halfway between two values that the result can have.
+    """Return the worst vector (1, p, ..., p); the worst p is often halfway between two possible decompressed values.
 
     The second search is between the neighbours of the first one's result.
     """

@@ -1,4 +1,4 @@
-"""Optimizers that begin with the steps of torch.optim.AdamW, and so take its moments over and give them back."""
+"""The base of the optimizers whose warm-up is torch.optim.AdamW: it loads AdamW's state, and returns one for AdamW."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["BeginsAsAdamW"]
 _STEP, _MOMENTUM, _VARIANCE, _LARGEST = "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 _DECOUPLED = "decoupled_weight_decay"
 _USUAL = {"amsgrad": False, "maximize": False}
-"""Settings of AdamW that change what a step does, with the values that say what it does here."""
+"""Settings of AdamW that change its steps, with the values under which its steps equal the warm-up's."""
 _DROPPED = {*_USUAL, _DECOUPLED, "foreach", "capturable", "differentiable", "fused", "param_names"}
-"""Keys of its groups that nothing reads here."""
+"""Keys of AdamW's groups that loading drops."""
 _BEGIN_ANEW = "Or begin without its state, with a warm-up of the learning rate"
 
 
@@ -88,7 +88,7 @@ class BeginsAsAdamW(AveragingOptimizer):
     def _read(
         self, saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
     ) -> tuple[list[OfRank], Any]:
-        """Return each rank's part of a saved state, and its groups; a state of AdamW is the same on all ranks."""
+        """Return each rank's part of a saved state, and the saved groups; AdamW saves the same state on all ranks."""
         if not _is_of_adamw(saved):
             return super()._read(saved, names, sizes)
         core, state = self._in_use(), self.core_state
@@ -96,7 +96,7 @@ class BeginsAsAdamW(AveragingOptimizer):
         _require_groups(groups, self.param_groups, core)
         entries: dict[str, Mapping[str, Any]] = {}
         for number, name in zip(chain.from_iterable(group["params"] for group in groups), names, strict=True):
-            # torch.distributed.checkpoint puts what it has read under the text of a number.
+            # torch.distributed.checkpoint keys entries that it has read by their number as text.
             entry = saved["state"].get(str(number), saved["state"].get(number))
             if name is not None and entry is not None:
                 entries[name] = entry
@@ -108,18 +108,18 @@ class BeginsAsAdamW(AveragingOptimizer):
             variance=_moments(_VARIANCE, entries, first.names, first.variance),
         )
         flat = core.state_dict(self._after_adamw(core, after))
-        for key in (MAKER, DIGESTS):  # nothing here has saved it
+        for key in (MAKER, DIGESTS):  # qcomp has not saved this
             del flat[key]
         kept = [{key: _plain(x) for key, x in group.items() if key not in _DROPPED} for group in groups]
         return [OfRank(flat, {}, self._overlapped is not None)], kept
 
     def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:  # noqa: ARG002
-        """Return the state after the steps of AdamW whose moments a first state holds."""
+        """Return the state with which this optimizer goes on, from a first state with AdamW's moments."""
         return state
 
 
 def _is_of_adamw(saved: Any) -> bool:
-    """Return whether a saved state is one of torch.optim.AdamW or Adam."""
+    """Return whether torch.optim.AdamW or Adam saved a state."""
     if not isinstance(saved, Mapping):
         return False
     groups, state = saved.get("param_groups"), saved.get("state")
@@ -139,7 +139,7 @@ def _is_decoupled(core: Any) -> bool:
 def _require_groups(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], core: Optimizer
 ) -> None:
-    """Raise ValueError unless groups of AdamW have the parameters of these groups, and settings that there are here."""
+    """Raise ValueError unless AdamW's groups match these in their parameters, and have settings that exist here."""
     counts = [[len(group["params"]) for group in of] for of in (saved, groups)]
     if counts[0] != counts[1]:
         raise ValueError(f"AdamW has groups of {counts[0]} parameters; this optimizer has {counts[1]}")
@@ -167,7 +167,7 @@ def _require_groups(
 
 
 def _with_steps(first: OptimizerState, entries: Mapping[str, Mapping[str, Any]]) -> OptimizerState:
-    """Return a first state with the counts of steps that AdamW has made with each parameter."""
+    """Return a first state with the number of AdamW's steps for each parameter."""
     steps: dict[str, int] = {}
     for name, entry in entries.items():
         if _LARGEST in entry:
@@ -204,5 +204,5 @@ def _moments(
 
 
 def _plain(value: Any) -> Any:
-    """Return the number or numbers in a tensor, anything else as it is."""
+    """Return a tensor's value as a number or list, and anything else unchanged."""
     return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -54,15 +54,15 @@ class CompressedSGD(AveragingOptimizer):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        in one backward pass need one each, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
+        model in a backward pass needs its own communicator, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
-        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
-        averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
+        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
+        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, an error on every rank tells that they differ.
+        If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -222,15 +222,15 @@ class OneBitAdam(_FrozenVarianceAdam):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        in one backward pass need one each, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
+        model in a backward pass needs its own communicator, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
-        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
-        averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
+        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
+        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, an error on every rank tells that they differ.
+        If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -303,15 +303,15 @@ class OneBitLamb(AveragingOptimizer):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        in one backward pass need one each, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
+        model in a backward pass needs its own communicator, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
-        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
-        averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
+        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
+        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, an error on every rank tells that they differ.
+        If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -430,15 +430,15 @@ class QAdam(_FrozenVarianceAdam):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        in one backward pass need one each, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
+        model in a backward pass needs its own communicator, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
-        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
-        averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
+        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
+        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, an error on every rank tells that they differ.
+        If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -549,15 +549,15 @@ class ZeroOneAdam(BeginsAsAdamW):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        in one backward pass need one each, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
+        model in a backward pass needs its own communicator, as by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
-        parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta are
-        averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
+        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
+        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, an error on every rank tells that they differ.
+        If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 
@@ -620,6 +620,6 @@ class ZeroOneAdam(BeginsAsAdamW):
         )
 
     def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:
-        """Return the state after the steps of AdamW, from which 0/1 Adam may go on with a compressed one."""
+        """Return the state after AdamW's steps, from which the next step of 0/1 Adam may be a compressed one."""
         after: OptimizerState = core.after_adam(state)
         return after

@@ -1,4 +1,4 @@
-"""The parameters of all ranks, which must be alike: made so at the start, and compared in some steps."""
+"""Makes the parameters equal on all ranks at the start, and compares them in some later steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,10 @@ COMPARED = frozenset([0, *(10**power for power in range(1, 8))])
 
 
 def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicator) -> list[Any]:
-    """Return the values of rank 0's parameters, where these differ; collective.
+    """Return the parameters, with rank 0's values where they differ between ranks; collective.
 
-    DistributedDataParallel lets all ranks begin with them. If a rank has other parameters, each gets its own back.
+    DistributedDataParallel starts all ranks with these values, too. If the ranks differ in names, shapes or dtypes,
+    each gets its own values back.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicato
 
 
 def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[None]:
-    """Raise MismatchError on every rank if a step begins with other parameters on some.
+    """Raise MismatchError on every rank if the parameters differ between ranks when a step begins.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What FSDP2 calls in place of its own collectives: compressed reduce-scatter, all-gather, and mean over replicas."""
+"""The compressed collectives that FSDP2 calls: reduce-scatter, all-gather, and the mean over replicas."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ _SAME_MODULES = (
 )
 
 _WEIGHTS_HOP = 1 << 31
-"""The hop of the draws that round weights; no mean of gradients has it, whose rounding must not depend on theirs."""
+"""The hop of the draws that round weights. No mean of gradients uses it, so gradients and weights draw
+independently."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What all exchanges of a model have in common; see `qcomp.torch.fsdp.compress`."""
+    """The settings that all exchanges of a model share; see `qcomp.torch.fsdp.compress`."""
 
     feedback: bool
     exact: Mapping[str, bool]
     """Whether each parameter stays exact, by name."""
     seed: int
     refuse: Callable[[NonFiniteError], None]
-    """Told that the gradients of a module are not finite on some rank, and NaN on all."""
+    """Called when a module's gradients are not finite on some rank, and have become NaN on all."""
     watches: tuple[BeforeSteps | None, ...]
-    """What is told of steps as long as the model has these exchanges."""
+    """Checks that run before steps as long as the model has these exchanges."""
 
 
 class _Sharded:
@@ -77,7 +78,7 @@ class _Sharded:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _run(self, stages: Stages[Any], what: str) -> Any:
-        """Run a computation in stages whose exchanges name their modules, since ranks may run other modules."""
+        """Run a computation in stages; its exchanges name their module, since ranks may wrongly run different ones."""
         unit = self._unit
         owner = Owner(unit.label, 0, unit.names, self._stream, what, _SAME_MODULES)
         return drive(owned(stages, owner), self._comm)
@@ -96,17 +97,17 @@ class _Sharded:
         return Shards(compressors, sizes, self._comm.rank, self._comm.size)
 
     def _for(self, unit: Unit, size: int) -> Shards | None:
-        """Return the shards in a message with ``size`` elements for each rank; None if it lacks some parameters."""
+        """Return the shards in a message with ``size`` elements per rank; None if the message lacks some parameters."""
         shards = self._shards(unit)
         return shards if shards.size == size else None
 
     def _joined(self, size: int) -> Shards:
-        """Return the shards of a message as shards of one tensor, since the places of the parameters are not known."""
+        """Treat a message as the shards of one tensor, for when the places of the parameters in it are not known."""
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
 
 
 class _Scattered(NamedTuple):
-    """What a saved reduce-scatter continues from."""
+    """The saved state of one reduce-scatter."""
 
     calls: int
     skipped: int
@@ -126,8 +127,8 @@ class ScatteredGradients(_Sharded):
         For the parameters that do not stay exact.
     comm : TorchCommunicator
         The ranks over which the unit is sharded.
-    terms : Terms
-        Feedback, what stays exact, seed, and what happens to gradients that are not finite.
+    terms : Rules
+        Feedback, the exact parameters, the seed, and how to treat gradients that are not finite.
     """
 
     def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules) -> None:
@@ -165,13 +166,13 @@ class ScatteredGradients(_Sharded):
             self._terms.refuse(error)
             return
         if new is not None:
-            # A saved state has residuals of the parameters, without padding.
+            # A saved state holds the parameters' residuals without padding.
             new[self._padding_of(unit)] = 0
         self._residual, self._owing = new, unit
         output_tensor.copy_(mean if factor == 1 else mean * factor)
 
     def _factor(self, op: Any) -> float:
-        """Return the factor of the mean in a reduction."""
+        """Return the ratio of a reduction's result to the mean."""
         if op == ReduceOp.AVG:
             return 1
         if op == ReduceOp.SUM:
@@ -188,7 +189,7 @@ class ScatteredGradients(_Sharded):
         return self._padding[unit.names]
 
     def _owed(self, unit: Unit, shards: Shards | None, like: torch.Tensor) -> torch.Tensor:
-        """Return the residual for a message with the gradients of a unit."""
+        """Return the residual to add to a message with a unit's gradients."""
         if shards is None:
             raise ValueError(
                 f"feedback is True, but some parameters of {self._unit.label} have no gradient, and torch does not "
@@ -207,7 +208,7 @@ class ScatteredGradients(_Sharded):
             self._residual *= factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals as whole tensors by name, and the number of calls."""
+        """Return the residuals by name, as whole tensors, and the counters."""
         residuals = {}
         if self._residual is not None:
             unit = self._owing
@@ -217,7 +218,7 @@ class ScatteredGradients(_Sharded):
         return {**saved, "residuals": residuals, DIGESTS: digests}
 
     def read(self, saved: Sequence[Any]) -> _Scattered:
-        """Return what `load` takes: the counters, and the mean of the residuals of some states."""
+        """Return the counters, and the mean of the residuals in some states, for `agreed`."""
         where, owing = f"the state of {self._unit.label}", self._unit
         calls, skipped, residual = set(), 0, None
         for one in saved:
@@ -239,7 +240,7 @@ class ScatteredGradients(_Sharded):
         return _Scattered(calls.pop(), skipped // len(saved), residual, owing)
 
     def _residuals(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the residuals in a state, for the parameters that it was saved for, or none."""
+        """Return a state's residuals by the names of the parameters that were trained; empty if it has none."""
         unit, label = self._unit.only(saved), self._unit.label
         if saved and not self._terms.feedback:
             raise ValueError(f"the state has residuals of {label}; feedback is False here")
@@ -260,7 +261,7 @@ class ScatteredGradients(_Sharded):
         return found
 
     def agreed(self, known: _Scattered) -> _Scattered:
-        """Return what `read` returned, if the residuals of all ranks belong to the same parameters; collective."""
+        """Return ``known`` if the residuals on all ranks belong to the same parameters, else raise; collective."""
         handshake(self._comm, {"residuals of": known.owing.names}, like=self._unit.own_shards(1)[0])
         return known
 
@@ -282,8 +283,8 @@ class GatheredWeights(_Sharded):
     Notes
     -----
     A step gathers the same weights several times: in the forward pass, again in the backward pass, and where
-    activations are computed again. All must see the same decoded weights. So draws depend on the weights and not on
-    the number of calls, and weights that have not changed have no further change to send.
+    activations are recomputed. All these calls must return the same decoded weights. So draws depend on the weights and
+    not on the number of calls, and unchanged weights have no further change to send.
     """
 
     def __init__(
@@ -336,7 +337,7 @@ class GatheredWeights(_Sharded):
             output_tensor.copy_(found)
 
     def _changes_in(self, shards: Shards, own: torch.Tensor, mark: int, key: Key) -> Stages[Any]:
-        """Return the last weights and their changes; at first all weights, exactly."""
+        """Return the last weights and the changes since; the first call gathers all weights exactly."""
         sent, self._sent = self._sent, mark
         found: Any
         if self._last is None:
@@ -348,7 +349,7 @@ class GatheredWeights(_Sharded):
         return found
 
     def forget(self) -> None:
-        """Gather all weights anew the next time."""
+        """Let the next call gather all weights exactly."""
         self._last = None
 
 
@@ -358,7 +359,7 @@ class ReplicatedGradients(BeforeSteps):
     Parameters
     ----------
     unit, compressor, comm, terms
-        As for `ScatteredGradients`, but the ranks have the same shards.
+        As for `ScatteredGradients`, but the ranks of ``comm`` hold the same shards.
     topology : str
         See `qcomp.CompressedMean`.
     """
@@ -379,11 +380,11 @@ class ReplicatedGradients(BeforeSteps):
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait for the replicas."""
+        """Whether gradients still await the replicas' mean."""
         return self._kept is not None
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer would use the zeros in the place of gradients that wait for the replicas."""
+        """Raise if an optimizer would use the zeros that stand for gradients not yet averaged over the replicas."""
         if any(p.grad is not None for p in self.of(optimizer)):
             raise RuntimeError(
                 f"the replicas have not averaged the gradients of {self._unit.label}, whose backward passes all came "
@@ -430,7 +431,7 @@ class ReplicatedGradients(BeforeSteps):
             gradients += kept
         if not unit.is_averaged_now:
             self._kept = gradients.clone()
-            gradients.zero_()  # FSDP2 adds them to those of the next backward passes
+            gradients.zero_()  # FSDP2 adds them to the gradients of the next backward passes
             return
         parts = list(gradients.split(sizes))
         try:
@@ -444,7 +445,7 @@ class ReplicatedGradients(BeforeSteps):
             part.copy_(mean)
 
     def _follow(self, unit: Unit) -> OptimizerState:
-        """Return the state for the mean of these parameters, which may be others than before if nothing is owed."""
+        """Return the state of these parameters' mean; they may differ from the last call's if nothing is owed."""
         before = self._state
         if before is not None and unit.names == self._trained.names:
             return before
@@ -470,7 +471,7 @@ class ReplicatedGradients(BeforeSteps):
         return {**where, "mean": {} if self._state is None else self._mean.state_dict(self._state)}
 
     def read(self, saved: Sequence[Any]) -> tuple[Unit, Any]:
-        """Return the parameters that were trained, and the states of this rank's shard: its own, or a list."""
+        """Return the parameters that were trained, and this rank's own state, or a list of its shard's states."""
         where, unit = f"the state of {self._unit.label}", self._unit
         for one in saved:
             shards = read(one, "shards", Whole(), where)
@@ -501,7 +502,7 @@ class ReplicatedGradients(BeforeSteps):
         return unit
 
     def agreed(self, known: tuple[Unit, Any]) -> tuple[Unit, GradientMean, OptimizerState | None]:
-        """Return what `load` takes: the state of this rank among the replicas; collective over them."""
+        """Return this rank's state for `load`, agreed with the other replicas; collective over them."""
         unit, saved = known
         handshake(self._comm, {"residuals of": unit.names}, like=self._unit.own_shards(1)[0])
         mean, like = self._mean_of(unit), unit.own_shards(self._unit.shards)
@@ -540,13 +541,13 @@ def _require_same(before: Unit, now: Unit) -> None:
 
 
 def _flat(counters: Mapping[str, int], residuals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counters and residuals as the entries that have digests."""
+    """Return counters and residuals as one flat dict, whose entries get digests."""
     return {**counters, **{f"residual.{name}": x for name, x in residuals.items()}}
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The choices that the policy of `qcomp.torch.fsdp.compress` has made already, for whole parameters."""
+    """A policy that repeats earlier choices: `qcomp.torch.fsdp.compress` has made them for whole parameters."""
 
     exact: Mapping[str, bool]
 
@@ -554,4 +555,4 @@ class _Chosen:
         return [self.exact[tensor.name] for tensor in tensors]
 
     def __repr__(self) -> str:
-        return type(self).__name__  # the ranks compare what it chooses
+        return type(self).__name__  # the ranks compare its choices instead

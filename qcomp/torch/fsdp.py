@@ -1,4 +1,4 @@
-"""Compressed gradients and weights of models that ``fully_shard`` or ``replicate`` has prepared (FSDP2)."""
+"""Compresses gradients and weights of models that ``fully_shard`` or ``replicate`` has prepared (FSDP2)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compress(
     seed: int = 0,
     nonfinite: Literal["raise", "propagate"] = "raise",
 ) -> Compression:
-    """Compress what a sharded model exchanges; any optimizer can follow.
+    """Compress the exchanges of a sharded model, for any optimizer.
 
     Collective: all ranks call it after ``fully_shard`` or ``replicate``, and raise at once if they differ.
 
@@ -70,16 +70,16 @@ def compress(
     exact : callable or None, default ExactBelow(10_000)
         Selects the parameters that stay exact; None for none. It sees their whole shapes.
     weight_changes : bool, default False
-        Whether ``weights`` compresses only the changes since weights were last gathered. Less is lost then, so one to
-        four bits suffice. Each rank then keeps the last weights of the whole model, in float32.
+        Whether ``weights`` compresses only the changes since weights were last gathered. Changes lose less, so one to
+        four bits suffice; but each rank keeps the last weights of the whole model, in float32.
     seed : int, default 0
         Seed of the random draws, equal on all ranks.
     nonfinite : {"raise", "propagate"}, default "raise"
-        What to do if a gradient on any rank is infinite or NaN. Then the gradients of that module become NaN on all
-        ranks, no residual changes, and a GradScaler skips the step on all ranks; see `Compression.rescale`.
-        ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError` instead, with its
-        parameters unchanged; with ``replicas``, on the ranks that have the same shards. ``"propagate"``: it steps, as
-        FSDP2 would.
+        What to do if a gradient on any rank is infinite or NaN. In both cases the gradients of that module become NaN
+        on all ranks, no residual changes, and a GradScaler skips the step on all ranks; see `Compression.rescale`.
+        ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError` and leaves its parameters
+        unchanged; with ``replicas``, on the ranks that have the same shards. ``"propagate"``: the optimizer steps, as
+        under plain FSDP2.
 
     Returns
     -------
@@ -106,11 +106,11 @@ def compress(
     -----
     Per step, a rank of N sends (N - 1) / N of the payload of the whole gradient, and (N - 1) / N of the payload of the
     weights each time they are gathered: twice where weights are freed after the forward pass. If some parameters of a
-    module have no gradient on any rank, its other gradients are compressed as one tensor, without regard to where a
-    parameter begins. Parameters that require no gradient are left out. If ``requires_grad`` changes later, compressors
-    without feedback go on with the parameters that require a gradient from then on; with feedback, the backward pass
-    raises ValueError on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++), 2023; Markov et
-    al. (QSDP), ICML 2023.
+    module have no gradient on any rank, the module's other gradients are compressed as one tensor, in which buckets may
+    span several parameters. Parameters that require no gradient are left out. If ``requires_grad`` changes later,
+    compressors without feedback go on with the parameters that require a gradient from then on; with feedback, the
+    backward pass raises ValueError on all ranks, and `compress` must be called again. Source: Wang et al. (ZeRO++),
+    2023; Markov et al. (QSDP), ICML 2023.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def compress(
 
 
 class Compression:
-    """What `compress` has put into a model, with the residuals of this rank for checkpoints."""
+    """The exchanges that `compress` has put into a model, and this rank's residuals for checkpoints."""
 
     def __init__(self, comms: _Communicators) -> None:
         self._comms = comms
@@ -231,7 +231,7 @@ class Compression:
                 part.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and counters, of plain types and tensors; every rank must save its own.
+        """Return this rank's residuals and counters, as plain types and tensors; every rank must save its own dict.
 
         Residuals of a reduce-scatter are whole tensors in the shapes of the parameters, whatever the mesh.
         """
@@ -244,14 +244,15 @@ class Compression:
         Parameters
         ----------
         saved : mapping, or sequence of mappings
-            What `state_dict` returned on this rank. Or a list of what it returned on all ranks that saved, in any
+            The dict that `state_dict` returned on this rank, or a list of the dicts of all ranks that saved, in any
             order. With another number of ranks, each rank continues with the mean of the old ranks' residuals. With
             ``replicas``, only the number of replicas may have changed, not the number of shards.
 
         Raises
         ------
         ValueError
-            If it belongs to another rank, number of ranks, model or kind of compression. Nothing has changed then.
+            If ``saved`` belongs to another rank, number of ranks, model or kind of compression. The state stays as it
+            was.
         MismatchError
             On the other ranks, if some rank raises ValueError.
         """
@@ -264,7 +265,7 @@ class Compression:
                 known[name] = part.read([read(state, name, Entries(), "parts") for state in states])
         except (
             Exception
-        ) as error:  # of this rank alone, perhaps: only after this may any rank talk about its parts
+        ) as error:  # perhaps on this rank alone, so `agree` comes before any exchange about the parts
             problem = ValueError(f"saved does not fit: {type(error).__name__}: {error}")
         self._comms.agree(problem)
         try:
@@ -283,7 +284,7 @@ def _pass_on(_: NonFiniteError) -> None:
 
 
 def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the parts of the states to load: of this rank's own state, or of the states of all ranks that saved."""
+    """Return the parts of the states to load: this rank's own, or those of all ranks if their number has changed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     given = [saved] if isinstance(saved, Mapping) else list(saved)
     for one in given:
@@ -307,7 +308,7 @@ def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 class _Communicators:
-    """A communicator for each process group, whose ranks have agreed on the settings."""
+    """One communicator for each process group; its ranks have agreed on the settings."""
 
     def __init__(self, facts: Mapping[str, object], like: Any) -> None:
         self._facts = facts
@@ -325,11 +326,11 @@ class _Communicators:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over all of them."""
+        """Bytes that this rank has sent over all communicators."""
         return sum(comm.bytes_sent for comm in self._of.values())
 
     def agree(self, problem: Exception | None) -> None:
-        """Raise on every rank if any has a problem; a rank passes on what it hears in one group to the next."""
+        """Raise on every rank if any has a problem; ranks pass problems on from one group to the next."""
         for comm in self._of.values():
             try:
                 agree(comm, problem, what="load its state", like=self._like)

@@ -1,4 +1,4 @@
-"""The parameters that each module of a sharded model gathers and reduces together."""
+"""Units of a sharded model: the parameters that one module gathers and reduces together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Unit:
     name : str
         Its name within the model; empty for the model itself.
     names : tuple of str
-        The names of the parameters within the model, in the order in which FSDP2 has them.
+        The names of the parameters within the model, in FSDP2's order.
     params : tuple of DTensor
         The parameters.
     """
@@ -70,7 +70,7 @@ class Unit:
 
     @property
     def copies(self) -> int:
-        """How many ranks have the same shard, over which FSDP2 itself sums."""
+        """How many ranks of the mesh hold the same shard; FSDP2 itself sums over them."""
         return self._size_of(Replicate)
 
     @property
@@ -84,11 +84,11 @@ class Unit:
         return max(sizes, default=1)
 
     def trained(self) -> Unit:
-        """Return this unit without the parameters that require no gradient now."""
+        """Return a unit with only the parameters that require a gradient now."""
         return self.only([n for n, p in zip(self.names, self.params, strict=True) if p.requires_grad])
 
     def only(self, names: Collection[str]) -> Unit:
-        """Return this unit without the parameters that have other names."""
+        """Return a unit with only the parameters of these names."""
         pairs = [(n, p) for n, p in zip(self.names, self.params, strict=True) if n in names]
         return Unit(self.module, self.name, tuple(n for n, _ in pairs), tuple(p for _, p in pairs))
 
@@ -116,7 +116,7 @@ class Unit:
         return whole
 
     def to_vector(self, whole: Sequence[Any], world: int) -> Any:
-        """Return the vector from which `to_whole` returns these tensors."""
+        """Return the vector of all ranks' shards of whole tensors; the inverse of `to_whole`."""
         of_params = []
         for x, p in zip(whole, self.params, strict=True):
             dim, shape = _shard_dim(p), _padded_shape(p, world)
@@ -126,7 +126,7 @@ class Unit:
         return torch.cat([of_param[r].flatten() for r in range(world) for of_param in of_params])
 
     def padding(self, world: int) -> Any:
-        """Return the positions of the padding in a vector of `to_vector`."""
+        """Return the positions of the padding in a vector that `to_vector` returns."""
         everything = [torch.ones(p.shape, dtype=torch.bool, device=p.device) for p in self.params]
         return (~self.to_vector(everything, world)).nonzero().flatten()
 
@@ -164,7 +164,7 @@ def units_of(model: Any) -> list[Unit]:
 
 
 def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tuple[Any, str, str, Any]]:
-    """Yield the sharded module of each parameter, its name, and the parameter with its name: children first.
+    """Yield, for each parameter, its sharded module, that module's name, its own name, and itself; children first.
 
     Names are without the ``_orig_mod`` of torch.compile.
     """

@@ -1,4 +1,4 @@
-"""Which keys of parameter groups an optimizer reads; one that nothing reads is an error."""
+"""The check that an optimizer reads every key of a parameter group."""
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -9,19 +9,19 @@ from qcomp.core.checkpoint.schema import shown
 __all__ = ["require_read"]
 
 _OF_TORCH = {"amsgrad": False, "dampening": 0, "maximize": False, "nesterov": False}
-"""Settings of torch's optimizers that change what a step does, with the values that say what it does here."""
+"""Settings of torch's optimizers that change their steps, with the values that match the steps of this library."""
 _OF_OTHERS = {
     *("capturable", "differentiable", "foreach", "fused"),  # how torch's optimizers compute
     *("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # of torch's schedulers
     *("group_name", "lr_scale", "name"),  # of Lightning's LearningRateMonitor, and of timm's schedulers
 }
-"""Keys of groups that others write and read."""
+"""Keys that torch or other packages write and read."""
 
 
 def require_read(
     group: Mapping[str, Any], number: int, *, name: str, own: Collection[str], of_all: Collection[str]
 ) -> None:
-    """Raise ValueError if a new group has a setting that would have no effect there.
+    """Raise ValueError if a new group has a setting that has no effect in a group.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The settings of parameter groups, which schedulers change between steps, as settings of an optimizer of the core."""
+"""The current settings of the parameter groups, as settings of an optimizer of the core; schedulers change them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OF_GROUPS = ("betas", "eps")
 """The settings, besides the rate and the decay, that may differ between groups."""
 
 _LAST_RATE = "last_lr"
-"""The key of the rate in the last step, in saved groups."""
+"""The key, in saved groups, of the learning rate of the last step."""
 
 
 class LiveSettings:
-    """An optimizer of the core with the settings that the parameter groups have now.
+    """Makes an optimizer of the core with the current settings of the parameter groups.
 
     Parameters
     ----------
@@ -59,16 +59,16 @@ class LiveSettings:
         """The settings that `optimizer` has read last, as text; equal settings give equal text."""
 
     def anew(self, last_rate: float | None = None) -> LiveSettings:
-        """Return these settings without their memory of earlier steps, except for the rate in the last one."""
+        """Return a copy that remembers no earlier step, except for the given rate of the last one."""
         return LiveSettings(self._make, self._names, self._shared, last_rate)
 
     def saved(self, groups: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
-        """Return saved groups with the largest rate in the last of ``step`` completed steps, if it is known."""
+        """Return the groups to save, with the largest rate of step ``step`` added if it is known."""
         last = self._rate.before(step)
         return [dict(group) if last is None else {**group, _LAST_RATE: last} for group in groups]
 
     def skipping(self) -> Optimizer:
-        """Return the last optimizer, which now skips steps with gradients that are not finite."""
+        """Return the last optimizer with ``nonfinite="skip"``."""
         assert self._optimizer is not None
         if self._skipping is None:
             self._skipping = _with_layouts(replace(self._optimizer, nonfinite="skip"), self._optimizer)
@@ -87,7 +87,7 @@ class LiveSettings:
         Raises
         ------
         ValueError
-            If a value is out of range, or differs between groups where it must not.
+            If a value is out of range, or differs between groups although it must be equal.
         """
         read = self._as_read(groups)
         if read is not None and read == self._read:
@@ -127,7 +127,7 @@ class LiveSettings:
         return found
 
     def _as_read(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return a text that is equal if the groups have the same settings; None if some are not plain, as tensors."""
+        """Return a text that is equal for equal settings; None if some settings are not plain, such as tensors."""
         keys = ("lr", "weight_decay", *self._shared, "use_muon")
         try:
             return json.dumps([[group.get(key) for key in keys] for group in groups])
@@ -138,7 +138,7 @@ class LiveSettings:
 def split_last_rate(
     groups: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], float | None]:
-    """Return the groups in `LiveSettings.saved`, and the rate, which they have after a step.
+    """Return groups that `LiveSettings.saved` returned, without the last rate; and that rate, None if they have none.
 
     Raises
     ------
@@ -151,14 +151,14 @@ def split_last_rate(
 
 
 def _with_layouts(optimizer: Optimizer, other: Optimizer) -> Optimizer:
-    """Return an optimizer with the layouts of another, unless a setting that has changed is part of the exchange."""
+    """Return an optimizer with the layouts of another, if both have the same settings of the exchange."""
     if optimizer.compression == other.compression:
         vars(optimizer)["compression"] = other.compression
     return optimizer
 
 
 def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float, ...]:
-    """Return the numbers of all groups under a key."""
+    """Return each group's number under a key."""
     found = []
     for number, group in enumerate(groups):
         try:
@@ -172,12 +172,12 @@ def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float,
 
 
 def _of_each(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[Any, ...]:
-    """Return the setting of each group under a key; None for a group that does not read it, if some do.
+    """Return each group's setting under a key, with None for groups that do not read it.
 
     Raises
     ------
     ValueError
-        If a group lacks it, or if it differs between groups and must not.
+        If a group lacks the key, or settings that must be equal differ.
     """
     for number, group in enumerate(groups):
         if key not in group:
@@ -207,7 +207,7 @@ def _group(number: int, names: Sequence[str], settings: Sequence[Any]) -> Group:
 
 
 def out_of_arrays(value: Any) -> Any:
-    """Return the numbers in a tensor or list, which schedulers and scripts may write in the place of plain ones."""
+    """Return the plain numbers in a tensor or list, as schedulers and scripts may write them."""
     if isinstance(value, list | tuple):
         return tuple(map(out_of_arrays, value))
     if not hasattr(value, "reshape"):
@@ -223,10 +223,10 @@ def _reads(group: Mapping[str, Any], key: str) -> bool:
 
 
 class _Rate:
-    """The largest learning rate of all groups as a schedule: known for the next step and the one before.
+    """The largest learning rate of all groups, as a schedule that knows only the last step and the next.
 
-    A freeze rule asks whether the rate will rise, which a scheduler decides only after the step. So this assumes that
-    the last change repeats.
+    A freeze rule asks whether the rate will rise, but a scheduler decides that only after the step. So this schedule
+    assumes that the last change repeats.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ class _Rate:
         self._step, self._now = step, rate
 
     def before(self, step: int) -> float | None:
-        """Return the rate in the last of ``step`` completed steps, None if it is not known."""
+        """Return the rate of the last step, if ``step`` steps are completed; None if it is not known."""
         return self._before if step == self._step else self._now
 
     def __call__(self, step: int) -> float:
@@ -266,7 +266,7 @@ class _ByGroup:
     settings: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "of param_groups"  # the ranks compare what it chooses
+        return "of param_groups"  # the ranks compare its choices instead
 
     def of(self, name: str) -> int:
         return next(number for number, names in enumerate(self.names) if name in names)
@@ -290,7 +290,7 @@ class _CompressorByGroup(_ByGroup):
 
 
 def exact_of(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> ExactPolicy | None:
-    """Return the policy of all groups: that of the first if all have it.
+    """Return the policy of all groups: their common one, else one that asks each group's.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def exact_of(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 def compressors_of(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> _CompressorByGroup | None:
-    """Return the policy of groups with different compressors, None if all have the same.
+    """Return a policy that gives each group's tensors its compressor; None if all groups have the same compressor.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How ``fully_shard`` has cut the parameters of Muon, as the core takes it."""
+"""Reads how ``fully_shard`` has cut the parameters of Muon, as a `Sharding` for the core."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["own_shard", "sharding_of"]
 
 
 def own_shard(x: Any) -> Any:
-    """Return this rank's shard of a parameter or of its gradient, flat; in the same memory, as that is contiguous."""
+    """Return this rank's shard of a parameter or gradient as a flat view; the shard is contiguous."""
     return own_part(x).reshape(-1)
 
 
 def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator) -> Sharding | None:
-    """Return how parameters are cut, the same on all ranks, or None if none is a DTensor; collective if some is.
+    """Return how parameters are cut, the same on all ranks; None if none is a DTensor. Collective if one is.
 
     Parameters
     ----------
@@ -32,14 +32,14 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator)
     params : sequence of Parameter
         The parameters.
     comm : Communicator
-        The ranks of the mesh. If it has the ranks of several meshes, each holds a replica.
+        The ranks of the mesh. Or the ranks of several meshes, of which each holds a replica.
 
     Raises
     ------
     TypeError
         If only some parameters are sharded.
     ValueError
-        If they are cut otherwise than by rows, or over several meshes; or, on every rank, if the ranks of the meshes
+        If parameters are not cut by rows, or are cut over several meshes; or, on every rank, if the ranks of the meshes
         are not the ranks of ``comm``.
     MismatchError
         On the other ranks, if some rank raises an error of its own.
@@ -65,7 +65,7 @@ def _told(
 
 
 def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
-    """Return over which ranks this rank's parameters are cut, and which shard and replica it has."""
+    """Return the ranks over which this rank's parameters are cut, and the index of its shard and of its replica."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - most models are not sharded
 
     first = next(p for p in params if hasattr(p, "device_mesh"))
@@ -88,8 +88,7 @@ def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
         if p.device_mesh != mesh or p.placements != placements:
             raise ValueError(
                 f"the parameter {name!r} is cut over {p.device_mesh} with {p.placements}, {names[0]!r} over {mesh} "
-                f"with {placements}; expected one mesh: make an optimizer for the parameters of each, with seeds of "
-                "their own"
+                f"with {placements}; expected one mesh: make an optimizer for each mesh, with different seeds"
             )
         if not own_part(p).is_contiguous():
             raise ValueError(f"the shard of {name!r} is not contiguous; expected a contiguous one")
@@ -107,7 +106,7 @@ def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
 
 
 def _grid(cuts: Sequence[dict[str, Any]]) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Return the rank with each shard of each replica, and whether FSDP2 averages over the replicas."""
+    """Return the rank that holds each shard, replica by replica, and whether FSDP2 averages over the replicas."""
     held: dict[tuple[Any, ...], int] = {}
     for rank, cut in enumerate(cuts):
         held[*cut["mesh"], cut["replica"], cut["shard"]] = rank

@@ -1,4 +1,4 @@
-"""The base of the optimizers for torch: parameter groups outside, an optimizer of the core inside."""
+"""The base of the optimizers for torch: an optimizer of the core behind torch's interface with parameter groups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def _of_inner(method: _Function) -> _Function:
-    """Let a method change the optimizer inside when Fabric's wrapper, which inherits it, is called."""
+    """Make a method act on the optimizer inside Fabric's wrapper, whose class inherits the method."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> Any:
@@ -133,7 +133,7 @@ class AveragingOptimizer(SavedOptimizer):
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Return the settings of the core that follow from `fixed`, with the names in each group."""
+        """Return the core's settings that follow from the group settings in `fixed`, and the names in each group."""
         return {
             "exact": exact_of(groups, names),
             "compressors": compressors_of(groups, names),
@@ -158,7 +158,7 @@ class AveragingOptimizer(SavedOptimizer):
             If there is a model already.
         TypeError, ValueError
             If ``model`` is not wrapped, or averages other parameters; or, on some rank, if it averages over other ranks
-            than the optimizer has made steps with.
+            than the optimizer's earlier steps did.
         MismatchError
             On the other ranks, if some rank raises that ValueError.
         """
@@ -188,7 +188,7 @@ class AveragingOptimizer(SavedOptimizer):
             raise
 
     def _other_place(self, model: Any) -> Exception | None:
-        """Return an error if this rank has another number in a model's process group than in its own communicator."""
+        """Return an error if rank or size differ between a model's process group and this optimizer's communicator."""
         group = model.process_group
         here, there = (self._comm.rank, self._comm.size), (group.rank(), group.size())
         if here == there:
@@ -225,14 +225,14 @@ class AveragingOptimizer(SavedOptimizer):
         Parameters
         ----------
         param_group : dict
-            The parameters under ``"params"``, and the settings in which they differ from the defaults.
+            The parameters under ``"params"``, and the settings in which the group differs from the defaults.
 
         Raises
         ------
         RuntimeError
             After the first step: all parameters of an optimizer share one warm-up.
         ValueError
-            If it has a setting that nothing reads there.
+            If the group has a setting that no step reads.
         """
         state = self._state
         if self._overlapped is not None:
@@ -244,7 +244,7 @@ class AveragingOptimizer(SavedOptimizer):
                 f"add_param_group was called after {state.step} steps; all parameters of an optimizer share one "
                 "warm-up: add groups before the first step, or make another optimizer for them"
             )
-        if isinstance(param_group, dict):  # torch says what it expected otherwise
+        if isinstance(param_group, dict):  # else torch raises, and says what it expected
             of_all = inspect.signature(type(self)).parameters.keys() - self.defaults.keys()
             name, number = type(self).__name__, len(self.param_groups)
             require_read(param_group, number, name=name, own=self.defaults, of_all=of_all)
@@ -267,7 +267,7 @@ class AveragingOptimizer(SavedOptimizer):
         Parameters
         ----------
         closure : callable, optional
-            Computes the loss and the gradients again; the step uses those.
+            Computes the loss and the gradients again, before the step uses these gradients.
 
         Returns
         -------
@@ -310,7 +310,7 @@ class AveragingOptimizer(SavedOptimizer):
         return loss
 
     def _compare(self, before: OptimizerState) -> None:
-        """Compare the parameters of all ranks, in the few steps in which that is due after a state."""
+        """Compare the parameters of all ranks, if that is due in the step after this state."""
         if before.size == 1 or before.step not in COMPARED:
             return
         if not self._settings.optimizer(self.param_groups, before.step).apart(before.stage):
@@ -334,7 +334,7 @@ class AveragingOptimizer(SavedOptimizer):
         )
 
     def _core(self, state: OptimizerState) -> Optimizer:
-        """Return the optimizer of the core for the step after a state, whose parameters must still be the model's."""
+        """Return the core's optimizer for the step after a state; raise if parameters or settings are not as before."""
         self._require_unchanged()
         return self._settings.optimizer(self.param_groups, state.step)
 
@@ -345,17 +345,17 @@ class AveragingOptimizer(SavedOptimizer):
 
     @torch.no_grad()
     def _write(self, params: Sequence[Any]) -> None:
-        """Write values into the parameters, unless they are there."""
+        """Write values into the parameters that do not hold them already."""
         for p, new in zip(self._tensors, params, strict=True):
             if new.data_ptr() != p.data_ptr():
                 p.copy_(new)
 
     def _move(self, comm: Communicator) -> None:
-        """Switch to another communicator, whose ranks may not know the rate of an earlier step."""
+        """Switch to another communicator. Forget the rate of the last step, which some of its ranks may not know."""
         self._comm, self._settings = comm, self._settings.anew()
 
     def _require_unchanged(self) -> None:
-        """Raise if a setting or parameter has changed that a step does not read again."""
+        """Raise if a parameter has changed, or a setting that steps do not read again."""
         self._require_own_groups()
         for number, (group, fixed) in enumerate(zip(self.param_groups, self._fixed, strict=True)):
             for key, value in fixed.items():
@@ -393,7 +393,7 @@ class AveragingOptimizer(SavedOptimizer):
         scale = grad_scale(self)
         if scale is not None:
             inverse = 1.0 / float(scale)
-            # In float32, since gradients of half precision would underflow without their scale.
+            # In float32, since gradients in half precision would underflow once they are unscaled.
             gradients = [None if g is None else to_compute_dtype(g) * inverse for g in gradients]
         return gradients, found_inf(self) is not None
 
@@ -404,9 +404,9 @@ def _as_precise(grad: Any, p: Any) -> Any:
 
 
 def communicator(given: Any = None) -> Communicator:
-    """Return a communicator: the given one, one of a given process group, or by default one of all ranks.
+    """Return the given communicator, one over the given process group, or by default one over all ranks.
 
-    These are all ranks of torch.distributed if it is initialised, else all of `qcomp.comm.world`.
+    All ranks are those of torch.distributed if it is initialised, else those of `qcomp.comm.world`.
     """
     if given is not None:
         found: Communicator = over_ranks(given)

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer for torch is given: their names, and whether steps can write to each alone."""
+"""Checks of the parameters that an optimizer for torch is given, and their names."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _ROW = 1 << 12
 
 
 def inside_wrapper(optimizer: Any) -> Any:
-    """Return the torch optimizer inside a framework's wrapper, as of Accelerate, Fabric or Lightning."""
+    """Return the torch optimizer inside the wrapper of Accelerate, Fabric or Lightning."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
-    """Return the names of the parameters of each group that require gradients.
+    """Return, for each group, the names of its parameters that require gradients.
 
     Parameters
     ----------
     groups : sequence of mappings
         The ``param_groups``.
     model : torch.nn.parallel.DistributedDataParallel or None
-        The names are the names within its module; without it the given names, else numbers. Each is a `plain_name`.
+        With a model, names are those within its module; without one, the given names, else numbers. Each is a
+        `plain_name`.
 
     Raises
     ------
@@ -97,7 +98,7 @@ def require_values(named: Iterable[tuple[str, Any]]) -> None:
 def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
     """Raise ValueError unless every parameter has values, in memory that no other writes to.
 
-    Sparse and sharded ones are refused elsewhere.
+    Sparse and sharded parameters are refused elsewhere.
 
     Parameters
     ----------
@@ -146,7 +147,7 @@ def plain_products(like: torch.Tensor) -> Any:
 
 
 def mark_of(x: torch.Tensor) -> int:
-    """Return 64 bits that depend on all bits of a tensor, from sums that are made on its device."""
+    """Return a hash of all bits of a tensor, 64 bits long, computed by sums on its device."""
     kinds = {1: torch.int8, 2: torch.int16}
     bits = x.contiguous().flatten().view(kinds.get(x.dtype.itemsize, torch.int32))
     whole = len(bits) // _ROW * _ROW

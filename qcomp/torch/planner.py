@@ -1,4 +1,4 @@
-"""Reads a state that another number of ranks has saved with torch.distributed.checkpoint."""
+"""The planner that reads a state which another number of ranks has saved with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _of_ranks(entries: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield the dicts that have a key of a rank, and where they are."""
+    """Yield the path of each dict that has a rank's key, and the dict."""
     if isinstance(entries, dict):
         if any(rank_of(key) for key in entries):
             yield path, entries
@@ -53,7 +53,7 @@ def _of_ranks(entries: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _ask(entries: dict[str, Any], path: str, keys: Any) -> None:
-    """Replace the key of this rank by keys of old ranks; leave out what ``gather_states`` has added."""
+    """Replace this rank's key by the keys of old ranks; drop the other ranks' keys from ``gather_states``."""
     own, *others = [key for key in entries if rank_of(key)]
     for key in others:
         del entries[key]

@@ -1,4 +1,4 @@
-"""Saved states of the optimizers for torch: nested as torch has them, flat as the core has them."""
+"""Converts saved states of the optimizers for torch between torch's nested dicts and the core's flat ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from qcomp.integrations.ddp.parameters import plain_name
 __all__ = ["OfRank", "flattened", "groups_to_load", "nested", "of_no_parameter", "of_ranks", "own_part"]
 
 _SHARED = "shared"
-"""The key of a parameter's entries that are equal on all ranks, and of its name."""
+"""The key of the entries of a parameter that are equal on all ranks, with its name."""
 
 _PARAMETER = "parameter."
-"""Prefix of the names of a rank's own parameters, where they are beside the entries of its state."""
+"""Prefix of the names of a rank's own parameters in a flat dict, which also has the entries of its state."""
 
 
 class OfRank(NamedTuple):
@@ -30,7 +30,7 @@ class OfRank(NamedTuple):
     parameters: dict[str, Any]
     """The parameters by name, if they differed between the ranks."""
     bucketed: bool
-    """Whether a model averaged bucket by bucket, so that ranks served other elements."""
+    """Whether a model averaged bucket by bucket; it decides which elements each rank served."""
 
 
 def nested(
@@ -41,16 +41,16 @@ def nested(
     *,
     bucketed: bool,
 ) -> dict[int, dict[str, Any]]:
-    """Return a state of the core as the entries of parameters, for the "state" of a saved state.
+    """Return a state of the core as entries by parameter, for the "state" of a saved dict.
 
-    Values are tuples, which torch.distributed.checkpoint saves and reads whole. Otherwise it would read into the arrays
-    of the optimizer before anything has checked that they fit. It keeps one of several entries with equal keys, and all
-    entries with different keys.
+    Values are tuples, which torch.distributed.checkpoint saves and reads whole. Arrays it would read in place, into the
+    optimizer's own, before any check that they fit. Of entries with equal keys on several ranks it keeps one; of
+    entries with different keys it keeps all.
 
     Parameters
     ----------
     of_params : mapping of int
-        The name of each parameter and the kinds of arrays that it has, by its number in the groups.
+        By the number of each parameter in the groups: its name, and the kinds of its arrays.
     whole : mapping
         The result of ``state_dict`` of the core.
     own_kinds : sequence of str
@@ -75,7 +75,7 @@ def nested(
 
 
 def own_part(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the one rank in the entries of `nested` has for itself, as a flat dict for `gather_dicts`."""
+    """Return the entries of the one rank in a result of `nested`, as a flat dict for `gather_dicts`."""
     ((own, parameters, _),) = [
         value for entry in entries.values() for key, value in entry.items() if rank_of(key)
     ]
@@ -83,7 +83,7 @@ def own_part(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_ranks(gathered: Mapping[str, Mapping[str, Any]], *, bucketed: bool) -> dict[str, Any]:
-    """Return the entries of ranks as in the result of `nested`, from those that `own_part` returned on each."""
+    """Return the ranks' entries as `nested` makes them, from the dicts that `own_part` returned on each rank."""
     found: dict[str, Any] = {}
     for key, one in gathered.items():
         parameters = {name: p for name, p in one.items() if name.startswith(_PARAMETER)}
@@ -107,7 +107,7 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     Raises
     ------
     ValueError
-        If it belongs to another optimizer, or to other groups or parameters.
+        If ``saved`` belongs to another optimizer, or to other groups or parameters.
     """
     _require("it", saved, Mapping)
     groups = read(saved, "param_groups", Several(), "state_dict")
@@ -122,9 +122,9 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     ours = False
     for number, name in zip(numbers, names, strict=True):
         _require("param_groups has a parameter that", number, int | str)
-        # torch.distributed.checkpoint puts what it has read under the text of a number, beside the number.
+        # torch.distributed.checkpoint keys entries that it has read by their number as text, beside the number itself.
         entry = state.get(str(number), state.get(number, {}))
-        _require(f"what it has of parameter {number}", entry, Mapping)
+        _require(f"the entry of parameter {number}", entry, Mapping)
         ours = ours or _SHARED in entry
         then.append(name)
         for key, value in entry.items():
@@ -164,8 +164,8 @@ def groups_to_load(
 ) -> list[dict[str, Any]]:
     """Return the ``param_groups`` of an optimizer that continues with saved settings.
 
-    Parameters keep the names that they have, by which they were matched. Groups without names get the saved names, as
-    in torch.
+    Parameters keep their current names, by which they were matched. Groups without names get the saved names, as in
+    torch.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def groups_to_load(
     Raises
     ------
     ValueError
-        If the saved groups have other numbers of parameters, or not a name for each.
+        If the saved groups have other numbers of parameters, or names for only some parameters.
     """
     _require_sizes(saved, [len(group["params"]) for group in groups])
     found = []
@@ -214,7 +214,7 @@ def _require_sizes(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) ->
 
 
 def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Sequence[int]) -> dict[str, str]:
-    """Return what each saved parameter is called now: the same, or as the one at its position if either has numbers.
+    """Return the current name of each saved parameter: the same, or by position if either side has no names.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Seque
     Raises
     ------
     ValueError
-        If a group has other parameters with a state than it had.
+        If the parameters with a state in a group have changed.
     """
     inside, inside_now = _inside_wrappers(then), _inside_wrappers(now)
     by_position = any(all(name.isdecimal() for name in side if name) for side in (then, now))
@@ -298,5 +298,5 @@ def _of_length(length: int, value: Any, key: str) -> Sequence[Any]:
 
 
 def _copied(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with arrays of its own, since steps overwrite them."""
+    """Return a state with copies of the arrays, since steps overwrite them."""
     return {key: x.clone() if hasattr(x, "clone") else x for key, x in flat.items()}

@@ -1,4 +1,4 @@
-"""What the optimizers for torch hold, and how they save and load it."""
+"""The state of the optimizers for torch, and how they save and load it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _Result = TypeVar("_Result")
 
 
 class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
-    """Base of the optimizers for torch, with a state of the core that it saves and loads as torch's do."""
+    """Base of the optimizers for torch: it saves and loads a state of the core through torch's ``state_dict``."""
 
     fixed: ClassVar[tuple[str, ...]] = ("compressor", "exact")
-    """The keys of param_groups that stay as they are from the first step on, and that are not plain values."""
+    """The keys of param_groups whose values are not plain, and are fixed from the first step on."""
 
     _comm: Communicator
     _fixed: list[dict[str, Any]]
-    """What each group has under the keys of `fixed`."""
+    """The values of each group under the keys in `fixed`."""
     _given: list[list[tuple[int, Any]]]
     """The identity and the shape of each parameter in the groups."""
     _names: tuple[str, ...]
@@ -55,7 +55,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
     _saves: Saves
     _settings: LiveSettings
     _shown: list[dict[str, Any]]
-    """What the last step has left of each parameter in torch's own ``state``."""
+    """The entries that the last step has written into torch's own ``state``, for each parameter."""
     _state: OptimizerState | None
     _tensors: list[torch.Tensor]
 
@@ -71,7 +71,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         return self._state
 
     def _drive(self, stages: Stages[_Result], doing: str) -> _Result:
-        """Run a computation in stages whose exchanges tell in which call of this optimizer they are made."""
+        """Run a computation in stages; its exchanges name the call of this optimizer in which they are made."""
         state = self.core_state
         owner = Owner(type(self).__name__, state.number, self._names, state.stream, doing)
         return drive(owned(stages, owner), self._comm)
@@ -82,7 +82,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         self._drive(stages, doing)
 
     def gather_states(self, to: int = 0) -> None:
-        """Give one rank what belongs to each, so that its `state_dict` serves all ranks until the next step.
+        """Gather the states of all ranks on one, so that its `state_dict` serves all ranks until the next step.
 
         For scripts and frameworks in which one rank saves for all. Every rank loads that dict. Collective: all ranks
         call it, just before one saves. Each rank sends its residuals, and the gathering rank needs memory for all of
@@ -102,7 +102,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
     consolidate_state_dict = gather_states
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the parameters, and the groups; the first parameter's also has this rank's own entries.
+        """Return the parameters' states, and the groups; the first parameter's state also has this rank's own entries.
 
         Residuals differ between ranks, so every rank must save its own dict as a whole; or see `gather_states`.
         torch.distributed.checkpoint keeps the entries of each rank, and one copy of the entries that all ranks share.
@@ -171,31 +171,31 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         Parameters
         ----------
         state_dict : mapping, or sequence of mappings
-            What `state_dict` returned on this rank, or what torch.distributed.checkpoint has read with a
-            `qcomp.torch.LoadPlanner`. Or a list with what it returned on all ranks that saved, even if their number was
-            another. Where no rank had residuals or other arrays of its own, as in the exact warm-up, what any one rank
-            has saved fits all, on any number of ranks.
+            The dict that `state_dict` returned on this rank, or that torch.distributed.checkpoint has read with a
+            `qcomp.torch.LoadPlanner`. Or a list with the dicts of all ranks that saved, of any number. If no rank had
+            residuals or other arrays of its own, as in the exact warm-up, the dict of any one rank fits all, on any
+            number of ranks.
         lost : {"raise", "drop"}
-            What to do if the states of some ranks are missing that had such arrays. With ``"drop"`` they are lost, see
-            `qcomp.OneBitAdam.load_state_dict`; the rest is kept.
+            What to do if the state of a rank with such arrays is missing. With ``"drop"`` these arrays are lost, see
+            `qcomp.OneBitAdam.load_state_dict`; all else is kept.
 
         Raises
         ------
         ValueError
-            If it belongs to another rank, model or optimizer, or the state of a rank is missing. Nothing has changed
-            then.
+            If the state belongs to another rank, model or optimizer, or a rank's state is missing. The optimizer is
+            left unchanged.
         MismatchError
-            On the other ranks, if some rank raises ValueError, with its reason, or if one of its hooks raises.
+            On the other ranks, with the reason, if some rank raises ValueError or one of its hooks raises.
 
         Warns
         -----
         UserWarning
-            On every rank, of what ``lost="drop"`` has dropped.
+            On every rank, if ``lost="drop"`` has dropped something.
 
         Notes
         -----
-        Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's own are in its state, and
-        are put back here. So load the model before.
+        Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's state includes its own
+        parameters, and loading puts them back. So load the model first.
 
         Hooks run as in torch, and pre-hooks for each dict of a list. If a pre-hook raises, nothing has changed on any
         rank. If a post-hook raises, all ranks have loaded the state.
@@ -208,7 +208,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
                 hook(self)
 
     def _hooked(self, state_dict: Any) -> Any:
-        """Return saved states as the pre-hooks of `load_state_dict` leave them, which get a shallow copy of each."""
+        """Return saved states after the pre-hooks of `load_state_dict`, each of which gets a shallow copy."""
         found = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]
         for number, saved in enumerate(found):
             found[number] = copy(saved)
@@ -219,7 +219,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
 
     @contextmanager
     def _on_every_rank(self, what: str) -> Iterator[None]:
-        """Raise on every rank if the block raises on any; ``what`` is what it does."""
+        """Raise on every rank if the block raises on any; ``what`` says what the block does."""
         problem = None
         try:
             yield
@@ -257,7 +257,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         self._take(loaded)
         if own is None or not own.parameters or not optimizer.apart(loaded.stage):
             return
-        # With means of all ranks' arrays, a rank's own parameters do not belong to its arrays any more.
+        # If a rank has loaded means over all ranks' arrays, its saved parameters no longer belong to its arrays.
         if (isinstance(states, Mapping) and lost == "raise") or _has_arrays_of(own.state, loaded, optimizer):
             with torch.no_grad():
                 for name, p in zip(self._names, self._tensors, strict=True):
@@ -266,11 +266,12 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
     def _agree_on(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> tuple[dict[str, Any] | list[dict[str, Any]], OfRank | None, Any]:
-        """Return what the core loads, this rank's own part of it, and the groups.
+        """Return the state or states for the core to load, this rank's own part, and the groups.
 
-        The core loads this rank's own state, or that of the one rank that has saved, which may fit every rank. If any
-        rank has neither, or a list, or one for other servers, all ranks pass all states that they have, to be shared
-        out. If this rank has no groups, they are those of the first rank that has some.
+        The core loads one state: this rank's own, or the only state that was saved, which may fit every rank. But if
+        any rank has neither, or was given a list, or a state whose ranks served other elements, every rank returns all
+        states that it has, and the core distributes them. A rank without groups gets those of the first rank that has
+        some.
 
         Raises
         ------
@@ -320,11 +321,11 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
     def _read(
         self, saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]
     ) -> tuple[list[OfRank], Any]:
-        """Return each rank's part of a saved state, and its groups; names and sizes as in `flattened`."""
+        """Return each rank's part of a saved state, and the saved groups; names and sizes are as for `flattened`."""
         return flattened(saved, names, sizes), saved["param_groups"]
 
     def _require_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the parameters in a state are this optimizer's, or none."""
+        """Raise ValueError unless a state has exactly this optimizer's parameters, or no parameters."""
         if parameters and parameters.keys() != set(self._names):
             raise ValueError(
                 f"it has {len(parameters)} parameters, {some(parameters)}; expected {some(self._names)}"
@@ -336,7 +337,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
                 )
 
     def _in_use(self) -> Optimizer:
-        """Return the optimizer of the core, as the last step has used it."""
+        """Return the core's optimizer that the last step used."""
         self._require_own_groups()
         if self._overlapped is not None:
             return self._overlapped.in_use
@@ -354,7 +355,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
             )
 
     def _take(self, state: OptimizerState) -> None:
-        """Make a state the current one, and show each parameter's part of it in torch's own ``state``."""
+        """Make a state the current one, and show its arrays for each parameter in torch's own ``state``."""
         self._state = state
         self._saves.forget()
         kinds = {kind: arrays for kind, arrays in _kinds(state).items() if arrays}
@@ -365,7 +366,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
 
 
 def _has_arrays_of(own: Mapping[str, Any], loaded: OptimizerState, optimizer: Optimizer) -> bool:
-    """Return whether all arrays that differ between ranks are equal in a loaded state and in one rank's state."""
+    """Return whether the arrays that differ between ranks are equal in a loaded state and in one rank's saved state."""
     return all(
         torch.equal(own[f"{kind}.{name}"].to(x.device), x)
         for kind in optimizer.own_kinds(loaded.stage)
@@ -374,5 +375,5 @@ def _has_arrays_of(own: Mapping[str, Any], loaded: OptimizerState, optimizer: Op
 
 
 def _kinds(state: OptimizerState) -> dict[str, Any]:
-    """Return those arrays of a state that exist for each parameter, by kind."""
+    """Return the arrays that a state has for each parameter, by kind."""
     return {"momentum": state.momentum, "variance": state.variance, **state.arrays}

@@ -60,7 +60,7 @@ class TunedHookState:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of a step of each method, the same on all ranks; empty before each has had its turn."""
+        """Seconds per step by method, the same on all ranks; empty until every method has had its turn."""
         return dict(zip(self._tuner.names, self.tuning.seconds, strict=False))
 
     @property
@@ -69,7 +69,7 @@ class TunedHookState:
         return None if self._number is None else self._hooks.get(self._tuner.names[self._number])
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals, and the rest that a left method owes, by a factor; see `HookState.rescale`.
+        """Multiply by a factor the residuals, and what a method that was left still owes; see `HookState.rescale`.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class TunedHookState:
             self.hook.attach(self._model, self._comm)
 
     def _settle(self) -> None:
-        """Forget what was owed, if the last backward pass has averaged it."""
+        """Drop the residuals of earlier methods if the last backward pass has averaged them."""
         if self._pass.has_averaged:
             self._owed = {}
 
@@ -149,7 +149,7 @@ class _Pass:
 
     @property
     def has_averaged(self) -> bool:
-        """Whether the gradients of this pass were averaged, once it is over."""
+        """Whether the gradients of this pass were averaged; known once it is over."""
         return self.finite if self.hook is None else self.hook.iterations > self._before
 
 
@@ -182,10 +182,10 @@ def autotune(
 ) -> tuple[TunedHookState, Any]:
     """Return the arguments of ``model.register_comm_hook``: a state, and a hook that chooses its method by time.
 
-    Collective. Each method of the tuner averages the gradients of a few iterations; then the fastest averages in all
-    others. The time of an iteration counts from the first bucket of its backward pass to the first bucket of the next.
-    A method whose mean is exact is the all-reduce that DistributedDataParallel does without a hook, which passes on
-    values that are not finite.
+    Collective. Each method of the tuner averages the gradients of a few iterations; from then on the fastest averages
+    them. An iteration is timed from the first bucket of its backward pass to the first bucket of the next. A method
+    with an exact mean runs the all-reduce that DistributedDataParallel does without a hook, which passes on values that
+    are not finite.
 
     Parameters
     ----------
@@ -214,8 +214,8 @@ def autotune(
 
     Notes
     -----
-    Gradients are as under `hook`: bit for bit the same on all ranks. What a method still owes is added to the next
-    gradients, in their dtype, and again if their average is refused or not finite.
+    Gradients are as under `hook`: bit for bit the same on all ranks. When a method is left, its residuals are added to
+    the next gradients, in their dtype, and once more if that average is refused or not finite.
 
     Examples
     --------

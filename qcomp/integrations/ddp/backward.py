@@ -18,16 +18,16 @@ class Piece:
     numbers: tuple[int, ...]
     """The numbers of their parameters, in rising order."""
     gradients: tuple[Any, ...]
-    """Views into the bucket's buffer; of refused ones the largest magnitude of each."""
+    """Views into the bucket's buffer; once refused, only the largest magnitude of each gradient."""
     sent: tuple[Any, ...]
-    """What is averaged: the gradients, or copies of those that this rank did not compute."""
+    """The tensors to average: the gradients, or copies of gradients that this rank did not compute."""
     of_gradients: bool = False
     """Whether the means are means of gradients, not of momenta."""
     means: Means | None = None
     unused: frozenset[int] = frozenset()
     """The numbers of the parameters that no rank used, if requested."""
     moved_zeros: Sequence[str] = ()
-    """Which of them moved where the gradients of all ranks are 0, in words."""
+    """Descriptions of the parameters that moved in elements whose gradients are 0 on all ranks."""
     refused: bool = False
     """Whether a value on some rank was not finite."""
     over: bool = False
@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """The buckets of one backward pass, of ``count`` parameters that get gradients, in order of arrival."""
+    """The buckets of one backward pass, in order of arrival; ``count`` parameters get gradients."""
 
     count: int
     buckets: list[Bucket] = field(default_factory=list)
@@ -65,9 +65,9 @@ class BackwardPass:
     in_backward: bool = True
     """Whether gradients come from this rank's own backward pass, and not from other ranks through torch's ``Join``."""
     samples: list[Any] = field(default_factory=list)
-    """Copies of the first elements of the gradients, if the ranks compare theirs."""
+    """Copies of the gradients' first elements, if the ranks compare them."""
     same_everywhere: bool = False
-    """Whether the comparison has found the same samples on all ranks."""
+    """Whether the samples were the same on all ranks."""
     ended: bool = False
     """Whether the owner has received the outcome."""
     _came: set[int] = field(default_factory=set)

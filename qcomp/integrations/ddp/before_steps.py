@@ -20,20 +20,20 @@ NOT_FOR_THIS_MODEL = (
     "call model.requires_grad_(False) before that forward pass, model.module in it, and model.requires_grad_(True) "
     "after its backward pass"
 )
-"""How a backward pass leaves out a model that it goes through. DistributedDataParallel expects one after each forward
-pass of its own, in no_sync() too."""
+"""How to keep a backward pass through a model from counting as the model's own. DistributedDataParallel expects a
+backward pass after each of its forward passes, even in no_sync()."""
 
 _SIZE = 1 << 16
 _LOOKS = 8
-"""Steps before which an optimizer's state is looked at: its first step makes it, perhaps one of several optimizers."""
+"""Steps before which optimizers' states are inspected; each optimizer makes its state in its first step."""
 _AVERAGES_OF_SQUARES = frozenset(
     ["exp_avg_sq", "exp_avg_sq_row", "exp_inf", "row_var", "square_avg", "state2", "sum", "variance"]
 )
-"""Names in the states of Adam, RMSprop, Adagrad, Adamax, Adafactor and their likes."""
+"""Names of averaged squares in the states of Adam, RMSprop, Adagrad, Adamax, Adafactor and the like."""
 
 
 class BeforeSteps(ABC):
-    """Base of the checks that torch calls before each step of any optimizer, as long as they exist.
+    """Base of the checks; torch calls each before every step of any optimizer, as long as the check exists.
 
     Parameters
     ----------
@@ -53,18 +53,18 @@ class BeforeSteps(ABC):
 
     @abstractmethod
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what must be done before a step, perhaps of other parameters; an error keeps the optimizer from it."""
+        """Run the check before a step, perhaps one with other parameters; an error prevents the step."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Return the parameters that an optimizer steps with."""
+        """Return the parameters of this check that an optimizer updates."""
         return [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
 
 
 class UnusableGradients(BeforeSteps):
     """Keeps optimizers from gradients that are NaN on all ranks because a gradient on some rank was not finite.
 
-    A GradScaler that finds them does not step, on any rank, and lowers its scale on all. Only without one is such a
-    gradient an error.
+    A GradScaler that finds such gradients skips the step and lowers its scale, on all ranks. They are an error only
+    without a GradScaler.
     """
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -72,7 +72,7 @@ class UnusableGradients(BeforeSteps):
         self._error: NonFiniteError | None = None
 
     def refuse(self, error: NonFiniteError) -> None:
-        """Let no optimizer use the gradients: a step raises the error, and this call if one has used them."""
+        """Make steps with the gradients raise the error; raise it at once if a step has used them already."""
         if not all(map(_is_finite, self.params)):
             raise error
         self._error = error
@@ -88,14 +88,14 @@ class UnusableGradients(BeforeSteps):
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
         unusable = {id(p) for p in self.params if p.grad is not None and not _is_finite(p.grad)}
-        if not unusable:  # those of a later backward pass
+        if not unusable:  # these are a later backward pass's
             self._error = None
         elif found_inf(optimizer) is None and any(id(p) in unusable for p in self.of(optimizer)):
             raise NonFiniteError(str(self._error)) from self._error
 
 
 class BlindVariances(BeforeSteps):
-    """Warns once of an optimizer that divides by averages of squares which are the same for all elements."""
+    """Warns once if an optimizer divides by averages of squares although compression makes all squares equal."""
 
     def __init__(self, params: Iterable[Any], compressors: Iterable[Compressor]) -> None:
         super().__init__(params)
@@ -104,11 +104,11 @@ class BlindVariances(BeforeSteps):
 
     @property
     def waits(self) -> bool:
-        """Whether the state of an optimizer may still show that it divides by averages of squared gradients."""
+        """Whether to go on inspecting optimizers' states."""
         return bool(self._blind) and self._looks > 0
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if a step before this one has made such averages."""
+        """Warn if the optimizer's earlier steps have made such averages."""
         own = self.of(optimizer)
         self._looks -= bool(own)
         kept = {key for p in own for key in optimizer.state.get(p, {})}
@@ -124,7 +124,7 @@ class BlindVariances(BeforeSteps):
 
 
 class UnusedMeans(BeforeSteps):
-    """Warns once of means that steps left out, though error feedback counts them as used; parameters are numbered."""
+    """Warns once if no step has used some means, though error feedback counts them as used; parameters are numbered."""
 
     def __init__(self, params: Mapping[int, Any], names: Sequence[str]) -> None:
         super().__init__(params.values())
@@ -138,7 +138,7 @@ class UnusedMeans(BeforeSteps):
 
     @property
     def waits(self) -> bool:
-        """Whether a step may use means, or leave them out."""
+        """Whether some means are not used yet."""
         return bool(self._unused)
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
@@ -147,7 +147,7 @@ class UnusedMeans(BeforeSteps):
         self._stepped = True
 
     def after_backward(self, averaged: Iterable[int]) -> None:
-        """Warn if the steps since the last backward pass left out means of it; of this one these are averaged."""
+        """Warn if steps since the last backward pass left out means; ``averaged`` are the new pass's parameters."""
         lost = sorted(self._unused) if self._stepped else []
         self._looks = 0 if lost else max(0, self._looks - 1)
         self._unused = self._unused.union(averaged).intersection(
@@ -164,7 +164,7 @@ class UnusedMeans(BeforeSteps):
 
 
 def _says_signs_alone(compressor: Compressor) -> bool:
-    """Return whether all elements of a bucket have the same magnitude, because one bit has no room for others."""
+    """Return whether a compressor has one bit per element, and so gives all elements of a bucket the same magnitude."""
     bits = 8 * compressor.for_shape((_SIZE,)).payload_spec(_SIZE).nbytes / _SIZE
     return bits < 1.5 and not compressor.traits.keeps_zero
 
@@ -179,7 +179,7 @@ def _watch() -> None:
 
 
 def _tell(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Run the checks before a step; with a closure, run them after it has computed gradients, in another closure."""
+    """Run the checks before a step; if it has a closure, wrap the closure so that they run after it."""
 
     def tell() -> None:
         for each in list(_watching):

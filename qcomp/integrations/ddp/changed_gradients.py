@@ -62,10 +62,10 @@ class GradientRecord:
 def shared_verdict(
     problem: RuntimeError | None, is_written_to: bool, size: int, like: Any
 ) -> Stages[tuple[bool, RuntimeError | None]]:
-    """Return whether gradients are written to on any rank, and an error if any rank has one.
+    """Return whether any rank has written to gradients, and an error if any rank has one.
 
-    This rank may write to gradients without changing them. Sends a byte to all others; if there is an error, also its
-    text.
+    A write need not change the gradients. Sends a byte to all other ranks, and the text of this rank's error if any
+    rank has one.
     """
     own = _REFUSED if problem else _WRITTEN_TO if is_written_to else _UNTOUCHED
     arrived = yield AllGather(from_host_bytes(own, like), (1,) * size)

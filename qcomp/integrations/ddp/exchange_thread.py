@@ -16,13 +16,14 @@ from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse, owned
 
 _JOINED_BYTES = 1 << 20
-"""Bytes of first messages at which jobs wait no longer for others. On 1 Gbit/s they take longer than an exchange."""
+"""Jobs stop waiting for others once their first messages have this many bytes, which at 1 Gbit/s take longer than the
+latency of an exchange."""
 
 _END_SECONDS = 1.0
-"""How long the end of the process waits for jobs that are still running."""
+"""How long the process, when it ends, waits for jobs that are still running."""
 
 _busy: weakref.WeakSet[ExchangeThread] = weakref.WeakSet()
-"""The threads between `ExchangeThread.occupy` and `ExchangeThread.release`."""
+"""The threads that have called `ExchangeThread.occupy` and not yet `ExchangeThread.release`."""
 _claims = threading.RLock()
 
 
@@ -34,9 +35,9 @@ class ThreadJob:
     done: Callable[[Any], None]
     failed: Callable[[BaseException], None]
     context: Callable[[], AbstractContextManager[Any]]
-    """Entered whenever the job runs."""
+    """Returns a context in which the job runs."""
     joins: bool = False
-    """Whether its exchanges are made together with the exchanges of later jobs, because its messages are short."""
+    """Whether to make its exchanges together with those of later jobs, because its messages are short."""
     pending: Pending | None = field(default=None, init=False)
 
 
@@ -45,8 +46,8 @@ class ExchangeThread:
 
     When jobs arrive, it starts their first exchanges, then moves each earlier job one exchange further, the oldest
     first. After the last jobs it continues in the same order until all are done. So some jobs encode while the bytes of
-    others travel, and early data is decoded while the last bytes travel. The order of exchanges depends on the order of
-    the jobs alone, not on when bytes arrive, so it is the same on all ranks.
+    others travel, and early data is decoded while the last bytes travel. The order of exchanges depends only on the
+    order of the jobs and not on when bytes arrive, so it is the same on all ranks.
 
     Jobs that join compute up to their first exchange when they arrive. Then they wait until their messages are long
     enough, or the last jobs have arrived, and continue as one job.
@@ -54,13 +55,13 @@ class ExchangeThread:
     A non-finite value fails its job, on all ranks in the same stage. Any other error belongs to this rank alone or to
     the communicator. It fails every job, now and later, because the order is lost.
 
-    Nobody else may use the communicator while jobs are running. Several exchange threads may have it, one after the
-    other, see `occupy`. A new thread ends the pass that an earlier one has not released.
+    Nobody else may use the communicator while jobs are running. Several exchange threads may share one if they use it
+    in turn, see `occupy`. Making a thread releases the communicator from earlier threads whose passes were interrupted.
     """
 
     def __init__(self, comm: Verbs) -> None:
         self.comm = comm
-        with _claims:  # a backward pass that was interrupted never ends
+        with _claims:  # an interrupted backward pass never releases it
             for other in [each for each in _busy if each.comm is comm]:
                 _busy.discard(other)
         self._queue: SimpleQueue[tuple[Sequence[ThreadJob], bool] | None] = SimpleQueue()
@@ -70,7 +71,7 @@ class ExchangeThread:
         self._thread: threading.Thread | None = None
 
     def occupy(self) -> None:
-        """Keep other exchange threads from the communicator until `release`; RuntimeError if one has occupied it."""
+        """Keep other exchange threads from the communicator until `release`; RuntimeError if one occupies it."""
         with _claims:
             require_unoccupied(self.comm, by_others_than=self)
             _busy.add(self)
@@ -127,7 +128,7 @@ class ExchangeThread:
             self._under_way.remove(job)
 
     def _run_job(self, job: ThreadJob, work: Callable[[], None]) -> bool:
-        """Do some work of a job; return whether it goes on, and tell its outcome otherwise."""
+        """Do some work of a job. Return whether it goes on; otherwise report its outcome to its callbacks."""
         with job.context():
             try:
                 if self._broken is not None:
@@ -156,14 +157,14 @@ def require_unoccupied(comm: Verbs, *, by_others_than: ExchangeThread | None = N
 
 
 def _end(queue: SimpleQueue[Any], thread: threading.Thread) -> None:
-    """End the thread: one that returns from torch's code while Python shuts down aborts the process."""
+    """End the thread, since a thread that returns from torch's code while Python shuts down aborts the process."""
     queue.put(None)
     if thread is not threading.current_thread():
         thread.join(_END_SECONDS)
 
 
 def _joined(waiting: Sequence[tuple[ThreadJob, Exchange]]) -> ThreadJob:
-    """Return one job in place of several that wait before their first exchanges."""
+    """Return one job that continues several jobs, which wait before their first exchanges."""
     jobs = [job for job, _ in waiting]
 
     def done(results: Sequence[Any]) -> None:

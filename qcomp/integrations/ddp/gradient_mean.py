@@ -1,4 +1,4 @@
-"""The hook for gradients as the core sees it: an optimizer whose step returns the mean gradients."""
+"""The optimizer of the core behind the gradient hook: its step returns the mean gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,12 +49,12 @@ class GradientMean(Optimizer):
         return () if is_exact else super().differing_kinds(saved)
 
     def may_move_zeros(self, state: OptimizerState) -> bool:
-        """Return whether the next step is the first that is not exact, and may move zeros."""
+        """Return whether the next step is the first compressed one, and may move elements whose gradients are all 0."""
         begins = state.step == self.exact_iterations and not all(state.exact)
         return begins and not keeps_zeros(self.mean_of(state))
 
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:  # noqa: ARG002
-        """Request the mean of the gradients, which may overwrite them; ``scale`` is 1, since nothing is clipped."""
+        """Request the mean of the gradients, which it may overwrite; ``scale`` is 1, since nothing is clipped."""
         gradients = as_tensors(grads, "grads")
         if state.step < self.exact_iterations:
             average = self.compression.exactly(gradients, state)

@@ -55,7 +55,7 @@ class HookState(SavesState):
         comm : communicator, optional
             See `hook`.
         lost : {"raise", "drop"}
-            If this state was loaded: as for `load_state_dict`.
+            As for `load_state_dict`; used only if this state was loaded.
 
         Raises
         ------
@@ -86,9 +86,9 @@ class HookState(SavesState):
         return self._running.state.skipped
 
     def leave(self) -> dict[int, Any]:
-        """Detach this state from its model, and return what is owed to the next gradients of this rank, by number.
+        """Detach this state from its model, and return what its residuals owe to this rank's next gradients, by number.
 
-        The values are flat tensors, the keys the numbers of their parameters; see `qcomp.core.mean.owed`.
+        The keys are the numbers of the parameters, the values flat tensors; see `qcomp.core.mean.owed`.
         """
         step = self._running
         state = step.state
@@ -101,9 +101,9 @@ class HookState(SavesState):
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor, because the next gradients have another scale.
 
-        Residuals have the scale of the gradients. Without this call, a change of the loss scale by a factor makes the
-        old residuals too large or too small by that factor, once at each change. To keep residuals right under a
-        GradScaler, end each iteration with::
+        Residuals have the scale of the gradients. Without this call, each change of the loss scale by a factor leaves
+        the residuals too large or too small by that factor, for one step. To keep residuals right under a GradScaler,
+        end each iteration with::
 
             before = scaler.get_scale()
             scaler.update()
@@ -128,14 +128,14 @@ class HookState(SavesState):
             self._saves.forget()
 
     def _blind_variances(self, step: BucketedStep) -> BlindVariances | None:
-        """Return what warns of an optimizer that these gradients do not suit."""
+        """Return the check that warns of an optimizer for which these gradients are unsuitable."""
         state = step.state
         compressed = [p for p, exact in zip(step.params.tensors, state.exact, strict=True) if not exact]
         mean = self._mean.mean_of(state)
         return BlindVariances(compressed, mean.compressors) if compressed and not mean.low_rank else None
 
     def _unused_means(self, step: BucketedStep) -> UnusedMeans:
-        """Return what warns of means that cost feedback and that nothing uses."""
+        """Return the check for means that feedback counts as used but no step uses."""
         params, state = step.params, step.state
         feedback = not all(state.exact) and self._mean.mean_of(state).feedback
         found = {i: params.tensors[i] for i, exact in enumerate(state.exact) if feedback and not exact}
@@ -221,14 +221,14 @@ def hook(
 ) -> tuple[HookState, Any]:
     """Return the arguments of ``model.register_comm_hook``: a state, and a hook that compresses gradients.
 
-    Collective: all ranks call it, and raise at once if they differ. The optimizer's gradients are equal on all ranks
-    bit for bit.
+    Collective: all ranks call it, and raise at once if they differ. The averaged gradients are equal on all ranks, bit
+    for bit.
 
     Parameters
     ----------
     compressor : Compressor
-        With 4 bits and more, such as ``qcomp.QSGD(levels=7, bucket_size=128)``, it serves any optimizer. With one bit,
-        as with `ScaledSign`, it does not serve optimizers that divide by averages of squared gradients, such as Adam.
+        A compressor with 4 bits or more, such as ``qcomp.QSGD(levels=7, bucket_size=128)``, suits any optimizer. One
+        bit, as in `ScaledSign`, does not suit optimizers that divide by averages of squared gradients, such as Adam.
     model : torch.nn.parallel.DistributedDataParallel
         Its parameters may be float32, float16, bfloat16 or float64, on a CPU or a GPU.
     feedback : bool, optional
@@ -244,14 +244,14 @@ def hook(
     exact_iterations : int
         Number of exact backward passes before the first compressed one, since the first gradients are the largest.
     nonfinite : {"raise", "propagate"}
-        What to do if a gradient on any rank is infinite or NaN. Then all gradients of its bucket become NaN on all
-        ranks, no residual changes, and a GradScaler skips the step on all ranks; see `HookState.rescale`. ``"raise"``:
-        an optimizer that would step with these gradients raises `NonFiniteError` on all ranks instead, with its
-        parameters unchanged. ``"propagate"``: it steps, as without a hook.
+        What to do if a gradient on any rank is infinite or NaN. In both cases all gradients of its bucket become NaN on
+        all ranks, no residual changes, and a GradScaler skips the step on all ranks; see `HookState.rescale`.
+        ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError` on all ranks and leaves
+        its parameters unchanged. ``"propagate"``: the optimizer steps, as without a hook.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group. If one backward pass runs through several models,
-        each model needs its own: with a shared communicator the backward pass raises RuntimeError, since buckets of
-        several models may be full in another order on another rank.
+        each model needs its own communicator: with a shared one the backward pass raises RuntimeError, since buckets of
+        several models may become full in different orders on different ranks.
 
     Returns
     -------
@@ -264,23 +264,23 @@ def hook(
     MismatchError
         On every rank, if the ranks differ in these settings or in the model.
     TypeError
-        If ``compressor`` is no compressor, for instance a `PowerSGD`, which is passed as ``averaging``.
+        If ``compressor`` is not a compressor, for instance a `PowerSGD`, which belongs in ``averaging``.
     ValueError
         If ``averaging`` is given together with ``feedback`` or ``topology``.
 
     Warns
     -----
     UserWarning
-        In a backward pass, on every rank: if all ranks have the same gradients in the first one; or if the first
-        compressed one moves elements whose gradients are 0 on all ranks, see `qcomp.CompressedSGD.step`. In a step, if
-        its optimizer divides by averages of squared gradients, and the compressor keeps only their signs.
+        In a backward pass, on every rank: in the first pass if all ranks have the same gradients; in the first
+        compressed pass if it moves elements whose gradients are 0 on all ranks, see `qcomp.CompressedSGD.step`. In a
+        step, if the optimizer divides by averages of squared gradients, and the compressor keeps only signs.
 
     Notes
     -----
-    A bucket sends as much as `qcomp.CompressedMean` for its tensors. Its exchange starts when the bucket is full, in
-    parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. With
-    PowerSGD, whose messages are short, a bucket is one part. Residuals are kept by parameter name and do not depend on
-    the buckets, which DistributedDataParallel changes after its first iteration, and back after a restart. The means
+    A bucket sends as many bytes as `qcomp.CompressedMean` for its tensors. Its exchange starts when the bucket is full,
+    in parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. With
+    PowerSGD, whose messages are short, a bucket is one part. Residuals are kept by parameter name. They do not depend
+    on the buckets, which DistributedDataParallel changes after its first iteration, and resets in a restart. The means
     equal a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech 2014 (feedback);
     Li et al., VLDB 2020 (buckets).
 

@@ -44,7 +44,7 @@ class AveragedParameters:
         return note
 
     def used(self, number: int) -> bool:
-        """Return whether this rank has computed a gradient since `forget_uses`, also in ``no_sync()``."""
+        """Return whether this rank has computed the gradient since `forget_uses`, including in ``no_sync()``."""
         return not self.some_may_be_unused or number in self._used
 
     def forget_uses(self) -> None:
@@ -74,7 +74,7 @@ class AveragedParameters:
         return sorted(zip(numbers, views, strict=True), key=lambda pair: pair[0])
 
     def named(self, numbers: Sequence[int]) -> str:
-        """Return the names of the first parameters, and the number of others."""
+        """Return the names of the first three parameters, and the number of the others."""
         first = ", ".join(repr(self.names[number]) for number in numbers[:3])
         return f"{first} and {len(numbers) - 3} more" if len(numbers) > 3 else first
 
@@ -90,7 +90,7 @@ def averaged_by(model: Any) -> list[tuple[str, Any]]:
 
 
 def wrapped_in(model: Any) -> Any:
-    """Return the DistributedDataParallel that has all parameters of a model, perhaps the model itself; else None."""
+    """Return the DistributedDataParallel with all parameters of a model, perhaps the model itself; None without one."""
     if not isinstance(model, torch.nn.Module):
         return None
     own = frozenset(map(id, model.parameters()))
@@ -101,7 +101,7 @@ def wrapped_in(model: Any) -> Any:
 def inside(model: Any) -> Any:
     """Return the DistributedDataParallel in a model that a framework or torch.compile has wrapped once more.
 
-    Hooks and optimizers look for it themselves. A script calls this to register a hook on the model of Fabric.
+    Hooks and optimizers call it themselves. A script calls it to register a hook on a model that Fabric has wrapped.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def inside(model: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has without torch.compile, which puts ``_orig_mod`` into names.
+    """Return a parameter's name without the ``_orig_mod`` that torch.compile inserts.
 
     Examples
     --------

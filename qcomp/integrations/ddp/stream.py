@@ -1,4 +1,4 @@
-"""The CUDA stream of an exchange thread, which runs beside the backward pass."""
+"""The CUDA stream of an exchange thread, which runs concurrently with the backward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SideStream:
         self._stream: Any = _cuda.Stream(device) if device.type == "cuda" else None
 
     def future(self) -> Any:
-        """Return a future whose waiters wait for this stream too."""
+        """Return a future; waiting for it also waits for this stream."""
         return torch.futures.Future(devices=None if self._stream is None else [self._device])
 
     def mark(self) -> Any:
@@ -42,7 +42,7 @@ class SideStream:
             yield
 
     def hand_over(self, tensors: Sequence[Any]) -> None:
-        """Let the current stream use tensors of this one, after all work queued here."""
+        """Let the current stream use tensors of this one, once all work that is queued on this one is done."""
         if self._stream is not None:
             current = _cuda.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -1,4 +1,4 @@
-"""The connections between replicas of torchft, which are made anew in each new quorum."""
+"""The process group of torchft's managers, which connects the replicas anew in each quorum."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ProcessGroup(process_group.ProcessGroup):
     Parameters
     ----------
     timeout : float, default 60
-        Seconds within which all replicas of a quorum must connect, and that a replica waits for the others in an
-        exchange. If a replica dies while they connect, the others wait that long.
+        Seconds in which all replicas of a quorum must connect, and the longest time that a replica waits for the others
+        in an exchange. If a replica dies while they connect, the others wait that long.
     silence : float, default 20
         Seconds without a sign of life after which a replica counts as lost, as for `qcomp.comm.TorchCommunicator`.
 
@@ -85,7 +85,7 @@ class ProcessGroup(process_group.ProcessGroup):
         self.abort()
 
     def errored(self) -> None:
-        """Return None: an exchange raises its errors."""
+        """Return None, since each exchange raises its own errors."""
 
     def size(self) -> int:
         """Return the number of replicas in the quorum."""

@@ -1,4 +1,4 @@
-"""A replica from quorum to quorum: the part that every kind of training under torchft shares."""
+"""A member of torchft's quorums: the base of every kind of training under torchft."""
 
 from __future__ import annotations
 
@@ -45,17 +45,16 @@ class QuorumMember(ABC):
         self._comm: TorchCommunicator | None = None
         self._held: elastic.ElasticState | None = None
         self._reached = self._known = -1
-        """The last quorum that agreed on the state of this replica; the last quorum in which it counted as up to
-        date."""
+        """The last quorum in which this replica agreed on its state, and the last in which it counted as up to date."""
         self._is_ready = False
         self._has_quorum = False
         self._is_stepping = False
-        # torchft serves nothing to a new replica unless something is registered.
+        # A new replica can only fetch from a manager with which something is registered.
         manager.register_state_dict_fn("qcomp", lambda _: None, dict)
 
     @abstractmethod
     def _elastic(self) -> elastic.Elastic:
-        """Return the object that makes the steps, with the current settings."""
+        """Return the `qcomp.elastic.Elastic` that makes the steps, with the current settings."""
 
     @abstractmethod
     def _named_values(self) -> tuple[list[Any], tuple[str, ...]]:
@@ -63,16 +62,16 @@ class QuorumMember(ABC):
 
     @abstractmethod
     def _take(self, held: elastic.ElasticState) -> None:
-        """Make the result of a step, or the state that the replicas agreed on, the current state."""
+        """Adopt a new state: the result of a step, or the state on which the replicas agreed."""
 
     @abstractmethod
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Set the rest of a replica's state to the agreed step; ``members`` tells which ranks had a state."""
+        """Bring the rest of a replica's state to the agreed step; ``members`` tells which ranks are up to date."""
 
     def _ask_for_quorum(self) -> None:
-        """Agree with the other replicas on who takes part and from where to go on, unless that is done already."""
+        """Agree with the other replicas on the members and on the step to go on from, unless that is done already."""
         while not self._has_quorum:
             self._manager.start_quorum()
             self._manager.wait_quorum()
@@ -80,10 +79,10 @@ class QuorumMember(ABC):
             if self._has_quorum:
                 return
             self._group.abort()
-            self._manager.should_commit()  # it does not commit, so the next quorum is a new one
+            self._manager.should_commit()  # this attempt fails, so the next quorum is a new one
 
     def _require_ready(self) -> elastic.ElasticState:
-        """Return what is held, if ``zero_grad`` was called since the last step."""
+        """Return the current state; raise unless ``zero_grad`` was called since the last step."""
         if not self._is_ready:
             raise RuntimeError("call zero_grad before step: zero_grad requests the quorum for the step")
         self._is_ready = False
@@ -91,7 +90,7 @@ class QuorumMember(ABC):
         return self._held
 
     def _run(self, computation: Callable[[Any, OptimizerState], Stages[Any]]) -> bool:
-        """Run a computation with the replicas of the quorum; return whether it was done."""
+        """Run a computation with the replicas of the quorum; return whether they committed its result."""
         held, new, self._has_quorum = self._held, None, False
         assert held is not None
         assert self._comm is not None
@@ -109,7 +108,7 @@ class QuorumMember(ABC):
         return True
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        """Refuse a step that the other replicas do not make, or that nobody counts."""
+        """Refuse a direct step of the optimizer, which other replicas would not make or nobody would count."""
         if not self._is_stepping:
             raise RuntimeError(
                 f"call step on the qcomp.torch.ft.{type(self).__name__}, not on the {type(optimizer).__name__} that "
@@ -138,11 +137,11 @@ class QuorumMember(ABC):
         self._manager.load_state_dict(counts)
 
     def _agree(self, comm: TorchCommunicator) -> tuple[elastic.ElasticState, dict[str, float]]:
-        """Return the state from which all go on, and the report.
+        """Return the state from which all replicas go on, and the report.
 
-        The others may have gone on without a replica that has not reached the last quorum that any replica has reached.
-        It still counts as up to date if it did so in that quorum: then that quorum failed for it, and all go back to
-        before.
+        Replicas may differ in the last quorum that they reached, and the others may have gone on without those that are
+        behind. A replica that is behind still counts as up to date if it did in the latest of these quorums: that
+        quorum then failed for it, and all go back to the state before.
         """
         values, names = self._named_values()
         here, report = self._elastic(), dict[str, float]()

@@ -1,4 +1,4 @@
-"""The steps of an optimizer among replicas of torchft: each is one exchange, and has a quorum."""
+"""Steps of an optimizer among replicas of torchft: each step asks for a quorum, and makes one exchange."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Elastic(QuorumMember):
     Parameters
     ----------
     optimizer : AveragingOptimizer
-        An optimizer of `qcomp.torch` on this replica alone. From now on only this object makes its steps.
+        An optimizer of `qcomp.torch`, made for this process alone. From now on only this object makes its steps.
     manager : torchft.Manager
         Made with ``group`` as its ``pg`` and ``use_async_quorum=False``. Anything else that is registered with it heals
         as usual, before qcomp's own state. Parameters and optimizer need not be registered.
@@ -48,10 +48,10 @@ class Elastic(QuorumMember):
 
     Notes
     -----
-    `step` may return True on a replica while on others the exchange failed, and the next quorum then undoes that step.
-    So take the batch and the learning rate from `state` after each `zero_grad`; schedulers of torch cannot be used,
-    since they count steps themselves. A replica that missed a quorum, because it was stopped or cut off, has been given
-    up meanwhile: it drops its residuals, and joins as a new replica does.
+    `step` may return True on one replica although the exchange failed on another; the next quorum then undoes that
+    step. So choose the batch and the learning rate by ``state.step`` after each `zero_grad`. Schedulers of torch count
+    steps themselves, so they cannot be used. A replica that was stopped or cut off during a quorum counts as lost: it
+    drops its residuals, and joins as a new replica.
 
     Examples
     --------
@@ -95,11 +95,11 @@ class Elastic(QuorumMember):
 
     @property
     def state(self) -> OptimizerState:
-        """The state of the optimizer of the core; its ``step`` counts the steps that are made."""
+        """The state of the core's optimizer; its ``step`` counts the completed steps."""
         return self.optimizer.core_state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Agree with the other replicas on who takes part and from where to go on, then clear the gradients.
+        """Agree with the other replicas on the members and on the step to go on from, then clear the gradients.
 
         If a replica dies meanwhile, the others ask for another quorum.
 
@@ -111,7 +111,7 @@ class Elastic(QuorumMember):
         Raises
         ------
         ValueError, MismatchError
-            On every replica, if they do not belong together.
+            On every replica, if parameters or settings differ between them.
         RuntimeError
             From the manager, if there is no quorum in time, or after its ``max_retries``.
         """
