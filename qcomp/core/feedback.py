@@ -1,4 +1,4 @@
-"""Error feedback: adds what compression lost to the next vector, so that nothing is lost for good."""
+"""Error feedback: adds to the next vector what compression lost, so that nothing is lost for good."""
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor

@@ -120,7 +120,7 @@ class _OnAxis:
         return averaged._replace(verdicts=())
 
     def codec(self, tensors: Sequence[Array]) -> PackedCodec:
-        """Return what compresses chunks of tensors like these, and decompresses them."""
+        """Return the codec that compresses and decompresses chunks of tensors like these."""
         return PackedCodec(tensors)
 
 
