@@ -21,9 +21,9 @@ from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["Buffer", "buffers_of", "combine_stages", "of_first_stages", "own_part"]
+__all__ = ["WITH_A_MEAN", "Buffer", "buffers_of", "combine_stages", "of_first_stages", "own_part"]
 
-_WITH_A_MEAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WITH_A_MEAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OF_FIRST, _MEAN, _VARIANCE, _LEAST, _GREATEST = "that of rank 0", "mean", "variance", "least", "greatest"
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _EXTREMES: dict[str, _Combine] = {_LEAST: torch.minimum, _GREATEST: torch.maximum}
@@ -70,7 +70,7 @@ def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[s
 def _rule(leaf: str, beside: Mapping[str, torch.Tensor]) -> str:
     """Return how the buffers of all ranks become one, from a buffer's name and the others in its module."""
     buffer, pair = beside[leaf], [beside.get(name) for name in ("running_mean", "running_var")]
-    if buffer.dtype not in _WITH_A_MEAN:
+    if buffer.dtype not in WITH_A_MEAN:
         return _OF_FIRST
     if all(x is not None and x.shape == buffer.shape for x in pair):  # BatchNorm, InstanceNorm
         return {"running_mean": _MEAN, "running_var": _VARIANCE}.get(leaf, _OF_FIRST)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from qcomp.checkpoint.saves import Saves
 from qcomp.comm.base import Communicator
 from qcomp.core.checkpoint.gathering import of_rank, states_in
+from qcomp.core.handshake import handshake
 from qcomp.core.mean.stages import AllGather, Stages, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.core.optimizers.replica import owner_of
+from qcomp.core.outer.inner_states import InnerStates
 from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.outer.overlapped import Overlapped
 from qcomp.core.outer.settings import WARMUP
@@ -26,6 +28,7 @@ from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import wrapped_in
 from qcomp.torch.equal_parameters import of_first_rank
+from qcomp.torch.inner_states import InnerOfTorch
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import plain_products
 from qcomp.torch.trained_parameters import Trained
@@ -52,8 +55,7 @@ class OuterLoop:
         What is trained. Parameters that require no gradient stay as they are, and one that is given twice counts once.
         Do not wrap a module in DistributedDataParallel, except over the ranks of one node.
     optimizer : torch.optim.Optimizer, or sequence of them
-        The inner optimizers, in the order in which they step, or the wrappers of a framework around them. Their states
-        stay on their ranks.
+        The inner optimizers, in the order in which they step, or the wrappers of a framework around them.
     loop : qcomp.OuterLoop
         The settings, for instance ``qcomp.outer.diloco(100)``.
     comm : communicator or ProcessGroup, optional
@@ -66,6 +68,13 @@ class OuterLoop:
         of quantisation's observers become the range of all ranks, and histories of largest magnitudes (``amax``) their
         maximum. All others are copied from rank 0, as under DistributedDataParallel, since not all have a useful mean:
         a mean of unit vectors is no unit vector. With False all stay on their ranks.
+    inner_state : {"keep", "average", "reset"} or qcomp.outer.InnerStates, default "keep"
+        What happens to the states of the inner optimizers. With ``"keep"`` they stay on their ranks. With ``"average"``
+        the tensors of a parameter's shape, such as ``exp_avg``, are averaged exactly whenever the parameter is
+        exchanged; with `qcomp.outer.InnerStates` each name on a period of its own, perhaps compressed. Neither goes
+        with a ``delay``, nor with LBFGS. Counts of steps, tensors of other shapes and copies of parameters stay. With
+        ``"reset"`` a parameter's state is dropped when a result of its exchange is applied, so that the next step
+        begins as that of a new optimizer; what an optimizer keeps in its groups or attributes stays.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters and shared buffers when the loop is made. If False, the ranks compare
         the parameters only.
@@ -74,9 +83,11 @@ class OuterLoop:
     ------
     ValueError
         If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model``
-        does not have, or has a loop already; or on every rank, if the model or an optimizer of qcomp averages over all
-        these ranks in every step. A step raises it, before it moves anything, if since the loop was made an optimizer
-        has received other parameters, the model has got other tensors, or a parameter has begun to require a gradient.
+        does not have, or has a loop already, or ``inner_state`` does not fit it or the loop; or on every rank, if the
+        model or an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves
+        anything, if since the loop was made an optimizer has received other parameters, the model has got other
+        tensors, or a parameter has begun to require a gradient; or, on every rank, if no optimizer has a state that is
+        due.
     MismatchError
         On every rank, if the ranks differ in settings, or with ``init_sync=False`` in parameters; or from a step that
         makes buffers equal, if they have other buffers.
@@ -119,6 +130,7 @@ class OuterLoop:
         *,
         comm: Any = None,
         buffers: bool = True,
+        inner_state: Literal["keep", "average", "reset"] | InnerStates = "keep",
         init_sync: bool = True,
     ) -> None:
         if not isinstance(loop, CoreLoop):
@@ -131,7 +143,9 @@ class OuterLoop:
                 raise ValueError(
                     f"optimizer {number} has an OuterLoop already; expected one loop: call remove() of the other first"
                 )
+        self._inner = InnerOfTorch(inner_state, self._trained, loop)
         _require_own_steps(model, self._trained, self._comm)
+        handshake(self._comm, self._inner.facts, like=self._trained.values()[0])
         self._loop = loop
         self.weight: float | None = None
         """How much this rank counts in the mean of the next outer gradients, see `qcomp.OuterLoop.step`."""
@@ -341,8 +355,10 @@ class OuterLoop:
                 params, state = self._loop.step(values, before, self._comm, shares=True, weight=self.weight)
             else:
                 params, state = self._running.step(values, before, shares=True, weight=self.weight)
+        means = drive(self._inner.stages(state, self.weight), self._comm)
         self._drive(self._trained.buffer_stages(self._loop, before, state), "buffers")
         self._trained.write(params)
+        self._inner.write(means, before, state)
         self._saves.forget()
         self._inner_saves.end_step(before.step)
         self._state = state

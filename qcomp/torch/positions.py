@@ -92,6 +92,10 @@ class Positions:
             if _evidence(pairs) and (at_start or any(self._has_moved(p) for _, p in pairs)):
                 self._beside |= {(number, keys): p for keys, (_, p) in copies.items()}
 
+    def has(self, number: int, name: str) -> bool:
+        """Return whether an entry of an optimizer's states is a position."""
+        return (number, (name,)) in self.known | self._now
+
     def move(self, p: Any, new: Any) -> None:
         """Move the positions of a parameter by the difference to what it is now."""
         old, found = own_part(p), self._of(p)

@@ -13,6 +13,7 @@ import baselines
 import cases
 import comparisons
 import gpu
+import inner_states
 import kernels
 import overhead
 import planning_rates
@@ -222,3 +223,19 @@ def test_short_calls_are_repeated_and_the_context_is_entered_once():
     assert [each(), each()] == [1e-3, 1e-3]
     assert counts == [1, 1, 1, 5, 5]
     assert len(entered) == 2
+
+
+@pytest.mark.exhaustive
+def test_inner_states(run_program, tmp_path):
+    (tmp_path / "README.md").write_text(PAGE.read_text())
+    options = ("--steps", "15", "--ranks", "2", "--seeds", "0", "--outer", "local_sgd")
+    folder = run_program(inner_states, *options, "--choices", "keep", "average")
+    runs = json.loads((folder / "inner_states.json").read_text())
+    assert [run["choice"] for run in runs] == ["keep", "average"]
+    kept, averaged = (run["megabytes"] for run in runs)
+    assert averaged == pytest.approx(3 * kept, rel=0.01)
+    assert runs[0]["loss"] == runs[1]["loss"]  # one outer round: the moments have moved nothing yet
+    text = (folder / "README.md").read_text()
+    assert inner_states.blocks(runs)["inner_states"] in text
+    assert run_program(inner_states, "--table")
+    assert (folder / "README.md").read_text() == text

@@ -98,9 +98,9 @@ class OuterLoop(OuterSettings):
     of the warm-up, or of an exact loop at the end of an outer round, fits every rank, on any number of ranks.
 
     The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model: the caller saves
-    and restores them, and gives a new rank the state of an old one, or a new state. Source: Stich,
-    ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments, delay, mixing); Sarfi
-    et al., arXiv 2508.15706 (decaying residuals).
+    and restores them, and gives a new rank the state of an old one, or a new state; `qcomp.outer.InnerStates` averages
+    them. Source: Stich, ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments,
+    delay, mixing); Sarfi et al., arXiv 2508.15706 (decaying residuals).
 
     Examples
     --------
