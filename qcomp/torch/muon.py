@@ -91,13 +91,20 @@ class Muon(AveragingOptimizer):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in one backward pass need one each, as by default.
+    model : torch.nn.parallel.DistributedDataParallel, optional
+        The model of these parameters, if it is wrapped: a matrix goes to its owner when its bucket is ready, and owners
+        orthogonalise while the backward pass goes on. Then a parameter that no rank used counts as having a gradient of
+        zero, only ``clip_norm`` can clip, and neither a GradScaler nor ``whiten_steps`` can be used. By default no
+        model is wrapped, and `step` averages.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. If False, an error on every rank tells that they
-        differ.
+        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
+        If False, an error on every rank tells that they differ.
 
-    See `qcomp.Muon` for the algorithm, what it sends, and its source. It averages by itself, so do not wrap the model
-    in a DistributedDataParallel.
+    See `qcomp.Muon` for the algorithm, what it sends, and its source. With ``model``, owners and random draws are the
+    same as without, so steps are equal too, bit for bit where the library multiplies a batch of matrices as it
+    multiplies each.
 
     Parameters may be sharded by ``fully_shard``, all of them by rows over one mesh, perhaps with replicas. Each rank
     then sends its shard of a gradient to the owner of the matrix, and gets its shard of the update. With N ranks it
@@ -150,6 +157,7 @@ class Muon(AveragingOptimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         rounding: Literal["nearest", "stochastic"] = "nearest",
         comm: Any = None,
+        model: Any = None,
         init_sync: bool = True,
     ) -> None:
         of_groups: dict[str, Any] = {
@@ -179,7 +187,9 @@ class Muon(AveragingOptimizer):
             "rounding": rounding,
         }
         self._adam_factor = adam_learning_rate_factor
-        super().__init__(params, of_groups, partial(self._make_core, **settings), comm, init_sync=init_sync)
+        super().__init__(
+            params, of_groups, partial(self._make_core, **settings), comm, model, init_sync=init_sync
+        )
 
     @staticmethod
     def _make_core(**settings: Any) -> optimizers.Muon:
@@ -192,6 +202,16 @@ class Muon(AveragingOptimizer):
     def _begin(self) -> None:
         """Compare the parameters of all ranks, and start; see `AveragingOptimizer`."""
         super()._begin()
+        if self._model is None:
+            self._require_rates_of_adam()
+
+    def _overlap(self, comm: Any) -> None:
+        """Let the model's backward passes start the exchange; see `AveragingOptimizer`."""
+        super()._overlap(comm)
+        self._require_rates_of_adam()
+
+    def _require_rates_of_adam(self) -> None:
+        """Raise if AdamW would move a tensor of a group that has the learning rate of Muon."""
         if self._adam_factor is not None or not self._has_rates_of_adam(self.param_groups):
             return
         rates_of_adam = {
@@ -217,7 +237,8 @@ class Muon(AveragingOptimizer):
         factor = self._adam_factor
         if factor is None and self._has_rates_of_adam(groups):
             factor = 1.0
-        self._shards = sharding_of(self._names, self._tensors, self._comm)
+        whole = self._model is not None  # DistributedDataParallel has whole parameters
+        self._shards = None if whole else sharding_of(self._names, self._tensors, self._comm)
         self._init_sync = self._init_sync and self._shards is None
         others = self._others(groups, names)
         return {"adam_learning_rate_factor": factor, "others": others, "shards": self._shards}
@@ -245,7 +266,8 @@ class Muon(AveragingOptimizer):
 
     def _others(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> Any:
         first, *rest = [_others_of(number, group) for number, group in enumerate(groups)]
-        if first == () and not any(rest) and not any(group.get("param_names") for group in groups):
+        named = self._model is not None or any(group.get("param_names") for group in groups)
+        if first == () and not any(rest) and not named:
             self._warn_without_names(groups)
         if not isinstance(first, bool) and all(others == first for others in rest):
             return first

@@ -12,11 +12,12 @@ import gpu
 import half_precision
 import kernels
 import muon
+import muon_times
 import overhead
 import page
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-PROGRAMS = [kernels, overhead, gpu, muon, half_precision]
+PROGRAMS = [kernels, overhead, gpu, muon, muon_times, half_precision]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

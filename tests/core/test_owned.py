@@ -1,6 +1,6 @@
 """Tensors with one owner each: the assignment to owners, and feedback that loses nothing on either way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -89,6 +89,10 @@ PAIRS = [
 ]
 
 
+DRAWN = (qcomp.QSGD(7, 16), qcomp.QSGD(7, 8))
+"""Both draw, with buckets of their own."""
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("size", "repaid"),
@@ -139,12 +143,57 @@ def test_feedback_loses_nothing_of_whitened_gradients(lockstep, size, pair):
 
 def test_every_draw_is_used_once(lockstep):
     """No two ranks, ways or buckets share draws."""
-    mean = mean_of(qcomp.QSGD(7, 16), qcomp.QSGD(7, 8))
+    mean = mean_of(*DRAWN)
     values = [vectors(rank, 0) for rank in range(3)]
     states = lockstep([mean.init_stages(v, rank=rank, size=3) for rank, v in enumerate(values)])
     seen = draws_of(mean, values, states)
     buckets = [sum(-(-prod(shape) // size) for shape in SHAPES) for size in (16, 8)]
     assert len(seen) == len(set(seen)) == 3 * buckets[0] + buckets[1]
+
+
+GROUPS = [(4, 0), (2,), (3, 1)]
+
+
+@dataclass(frozen=True)
+class OfGroup(Tripled):
+    """The rule for some of the tensors."""
+
+    group: tuple[int, ...] = ()
+
+    def sides(self, tensor, shape):
+        return super().sides(self.group[tensor], shape)
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("pair", [DRAWN, *PAIRS], ids=lambda pair: f"{pair[0].spec} {pair[1].spec}")
+def test_groups_of_tensors_are_exchanged_as_one(lockstep, size, pair):
+    """Owners, draws, momenta and residuals are those of all tensors together."""
+    mean = mean_of(*pair, 0.5)
+    whole = [mean.zeros(vectors(0, 0), rank=rank, size=size) for rank in range(size)]
+    single = [mean.split(state, len(SHAPES)) for state in whole]
+    assert all(mean.join(each) == state for each, state in zip(single, whole, strict=True))
+    places = mean.places(SHAPES, size)
+    assert len({place.owner for place in places}) == min(size, len(SHAPES))
+    of_group = [
+        replace(mean, rule=OfGroup(group)).numbered(tuple(places[t] for t in group)) for group in GROUPS
+    ]
+    for step in range(3):
+        key, values = qcomp.Key(seed=3, step=step), [vectors(rank, step) for rank in range(size)]
+        expected = lockstep([mean.stages(x, s, key=key) for x, s in zip(values, whole, strict=True)])
+        whole = [state for _, state in expected]
+        for group, part in zip(GROUPS, of_group, strict=True):
+            joined = [part.join([of_rank[t] for t in group]) for of_rank in single]
+            given = [[of_rank[t] for t in group] for of_rank in values]
+            results = lockstep([part.stages(x, s, key=key) for x, s in zip(given, joined, strict=True)])
+            for rank, (updates, state) in enumerate(results):
+                for t, update, new in zip(group, updates, part.split(state, len(group)), strict=True):
+                    np.testing.assert_array_equal(update, expected[rank][0][t])
+                    single[rank][t] = new
+    for each, state in zip(single, whole, strict=True):
+        joined = mean.join(each)
+        for kept, other in ((joined.worker, state.worker), (joined.server, state.server)):
+            assert [x.tobytes() for x in kept] == [x.tobytes() for x in other]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

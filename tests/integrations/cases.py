@@ -41,6 +41,15 @@ OPTIMIZERS = {
         "qcomp.ZeroOneAdam(learning_rate=0.01, variance_steps=qcomp.DoublingIntervals(1), exact=policy)"
     ),
     "onebit_lamb": "qcomp.OneBitLamb(learning_rate=0.01, freeze=3, exact=policy)",
+    "muon": "qcomp.Muon(learning_rate=0.01, others=['0.*'])",
+    "muon, drawn and coded": (
+        "qcomp.Muon(learning_rate=lambda step: 0.01 / (step + 1), nesterov=False, block_rows=16,"
+        " compressor=qcomp.QSGD(levels=7, bucket_size=64, coding='elias'), weight_decay=0.1,"
+        " update_compressor=qcomp.QSGD(levels=7, bucket_size=128))"
+    ),
+    "muon, exact": (
+        "qcomp.Muon(learning_rate=0.01, compressor=qcomp.Identity(), update_compressor=qcomp.Identity())"
+    ),
 }
 
 

@@ -67,16 +67,17 @@ say("ok")
 @pytest.mark.parametrize("broken", ["draws by bucket", "chunks by bucket", "residuals by position"])
 def test_a_hook_that_depends_on_the_buckets_is_noticed(said, broken):
     body = f"""
+from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.integrations.ddp import buckets, hook as hook_module
 broken = {broken!r}
 compressor = qcomp.ScaledSign(bucket_size=64)
 if broken == "draws by bucket":
     compressor = qcomp.QSGD(levels=7, bucket_size=128)
-    def ignoring(self, *args, plain=buckets.TensorwiseMean.begin, **how):
+    def ignoring(self, *args, plain=TensorwiseMean.begin, **how):
         return plain(dataclasses.replace(self, numbers=()), *args, **how)
-    buckets.TensorwiseMean.begin = ignoring
+    TensorwiseMean.begin = ignoring
 elif broken == "chunks by bucket":
-    buckets.TensorwiseMean.cutter = qcomp.CompressedMean.cutter
+    TensorwiseMean.cutter = qcomp.CompressedMean.cutter
 else:
     def shuffled(self, exchange, part, plain=buckets.BucketedStep._split):
         own = plain(self, exchange, part)

@@ -7,13 +7,16 @@ from tests.integrations.cases import OPTIMIZERS, SERVERS_DRAW
 pytest.importorskip("torch")
 
 
+STEPPED = OPTIMIZERS | {
+    "muon, parts": "qcomp.Muon(learning_rate=0.01, splits={'0.*': 5}, block_rows=8)",
+}
 REPEATED = {"onebit_adam", "qadam", "draws", "all_gather"}
 """The quick run tests these with harder settings, or `test_ddp_hook` tests what they average."""
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in OPTIMIZERS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in STEPPED]
 )
 def test_a_step_is_that_of_the_optimizer_on_all_gradients(said, name):
     stages = said(3, compared(name))
@@ -33,7 +36,7 @@ def compared(name):
     """Return a script that steps an optimizer alone and under DistributedDataParallel, and prints its last stage."""
     return f"""
 policy = qcomp.ExactBelow(100)
-make = lambda: {OPTIMIZERS[name]}
+make = lambda: {STEPPED[name]}
 alone, model = network(), wrapped()
 optimizer = ddp.OverlappedOptimizer(model, make())
 plain = tensorwise(make(), {name in SERVERS_DRAW})
@@ -51,8 +54,22 @@ for step in range(7):
     assert same(params, [p.detach() for p in model.parameters()]), step
     assert (optimizer.state.step, optimizer.state.stage) == (state.step, state.stage), step
     assert same(optimizer.state.momentum, state.momentum)
+    if not hasattr(plain, "averaging") or plain.averaging.tensorwise:
+        assert same(optimizer.state.exchange.server, state.exchange.server)
+        assert same(optimizer.state.exchange.worker, state.exchange.worker)
 say(state.stage)
 """
+
+
+def test_an_optimizer_with_a_setting_that_needs_all_gradients_is_refused(said):
+    body = """
+try:
+    ddp.OverlappedOptimizer(wrapped(), qcomp.Muon(learning_rate=0.1, whiten_steps=qcomp.DoublingIntervals(4)))
+except ValueError as error:
+    assert str(error).startswith("optimizer is a Muon with whiten_steps, which needs the gradients of all"), error
+    say("refused")
+"""
+    assert said(1, body) == [["refused"]]
 
 
 def test_an_optimizer_of_pairs_of_gradients_is_refused(said):

@@ -25,6 +25,7 @@ SMALL = {"exact": qcomp.ExactBelow(100)}
 COMMON = {"freeze": FREEZE, "compressor": qcomp.ScaledSign(bucket_size=64), **SMALL}
 OF = {
     "CompressedSGD": {"compressor": qcomp.QSGD(15, 64), **SMALL},
+    "Muon": {"others": ["3.*"]},
     "OneBitAdam": COMMON,
     "OneBitLamb": COMMON,
     "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64), "variance_steps": None},
@@ -109,6 +110,8 @@ for name, settings in OF.items():
     train(again, later, range(5, 8), schedule)
     assert same(again, ours), name
     assert optimizer.core_state.stage != "warmup", name
+    if name == "Muon":
+        assert optimizer.core_state.exact == (False, True, False, True, True)
 """,
     )
 
@@ -175,7 +178,7 @@ def alone(name, model, steps):
         "ZeroOneAdam",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam")
+            for name in ("CompressedSGD", "Muon", "OneBitAdam", "OneBitLamb", "QAdam")
         ),
     ],
 )
@@ -341,6 +344,20 @@ REFUSALS = {
     "a copy": (
         "import copy; model = wrapped(); face('OneBitAdam', model); copy.deepcopy(model.module); copy.deepcopy(model)",
         "TypeError: a DistributedDataParallel whose gradients an optimizer averages cannot be copied or pickled",
+    ),
+    "Muon, whitened": (
+        "face('Muon', wrapped(), whiten_steps=qcomp.DoublingIntervals(4))",
+        "ValueError: optimizer is a Muon with whiten_steps, which needs the gradients of all parameters before",
+    ),
+    "Muon, a rate of Muon for AdamW": (
+        "model = wrapped(); *first, last = model.parameters(); "
+        "face('Muon', model, [{'params': first, 'use_muon': True}, {'params': [last], 'use_muon': False}])",
+        "ValueError: AdamW moves '0.bias' of shape (65,), but its group has the learning rate of Muon",
+    ),
+    "Muon, clipped": (
+        "model = wrapped(); optimizer = face('Muon', model)\\n"
+        "    backward(model, 0); torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1); optimizer.step()",
+        "RuntimeError: the gradient of '0.weight', '0.bias', '2.weight' and 2 more was changed after the backward pass",
     ),
     "clipped": (
         "model = wrapped(); optimizer = face('OneBitAdam', model)\\n"

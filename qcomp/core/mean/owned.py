@@ -4,26 +4,28 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol
+from operator import attrgetter
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self
 
 from qcomp.core import feedback, primitives
 from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.chunks import Chunks, deal
+from qcomp.core.mean.chunks import Chunks, Segment, deal
 from qcomp.core.mean.codec import Codec, Compressed, Verdicts
-from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
+from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.single_rank import alone
 from qcomp.core.mean.stages import Stages
+from qcomp.core.mean.tensorwise import SeparableMean
 from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.whitening import unwhitened, whitened
 
-__all__ = ["OwnedLayout", "OwnedMean", "Owners", "Rule", "Shape"]
+__all__ = ["Dealt", "OwnedLayout", "OwnedMean", "Owners", "Rule", "Shape"]
 
 Shape = tuple[int, ...]
 
@@ -53,8 +55,19 @@ class Rule(Protocol):
         ...
 
 
+class Dealt(NamedTuple):
+    """What a tensor's exchange owes to the other tensors of its model."""
+
+    owner: int
+    """The rank that owns it."""
+    first: int
+    """The number of its first bucket in the draws of workers."""
+    answer: int
+    """The same in the draws of owners."""
+
+
 @dataclass(frozen=True)
-class OwnedMean(CompressedMean):
+class OwnedMean(SeparableMean):
     """Updates of tensors with one owner each, in two phases; used like `CompressedMean`.
 
     Every rank sends its compressed tensors to their owners. An owner averages each of its tensors, makes an update from
@@ -71,6 +84,8 @@ class OwnedMean(CompressedMean):
         Makes the updates from the means.
     repaid : float, default 1
         The fraction of its residual that a worker adds to its next tensors, above 0 and at most 1.
+    dealt : sequence of Dealt
+        The place of each tensor; by default those in a model of these tensors alone. See `SeparableMean`.
 
     Notes
     -----
@@ -99,6 +114,7 @@ class OwnedMean(CompressedMean):
     updates: Compressor = field(kw_only=True)
     rule: Rule = field(kw_only=True)
     repaid: float = field(default=1.0, kw_only=True)
+    dealt: Sequence[Dealt] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +136,29 @@ class OwnedMean(CompressedMean):
     @cached_property
     def resolved(self) -> "Owners":
         """Two phases around the rule."""
-        return Owners(self.updates, self.rule, self.repaid)
+        return Owners(self.updates, self.rule, self.repaid, self.dealt)
+
+    def places(self, shapes: Sequence[Shape], size: int) -> tuple[Dealt, ...]:
+        """Return the place of each tensor; see `SeparableMean.places`. Tensors without elements have no owner."""
+        layout = self.layout(shapes, rank=0, size=size)
+        answers = {s.tensor: s.bucket for chunk in self.resolved.answers(layout).chunks for s in chunk}
+        found = {
+            s.tensor: Dealt(owner, s.bucket, answers[s.tensor])
+            for owner, chunk in enumerate(layout.chunks)
+            for s in chunk
+        }
+        return tuple(found.get(tensor, Dealt(0, 0, 0)) for tensor in range(len(shapes)))
+
+    def numbered(self, places: tuple[Dealt, ...]) -> Self:
+        """Return this mean with tensors dealt so; see `SeparableMean.numbered`."""
+        return self._like(places, dealt=places)
+
+    @staticmethod
+    def join(states: Sequence[MeanState]) -> MeanState:
+        """Return the joint state of several tensors, of which each has a momentum and a residual on its owner."""
+        owned = [state.server for state in states if state.server]
+        momenta, residuals = ([each[kind] for each in owned] for kind in (0, 1))
+        return SeparableMean.join(states)._replace(server=(*momenta, *residuals))
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes of the message to each owner, and of the message from each; float32.
@@ -177,10 +215,11 @@ class Owners(TwoPhase):
     shortens = True
     """Whether a rank that is alone skips exchanges that lose nothing."""
 
-    def __init__(self, updates: Compressor, rule: Rule, repaid: float) -> None:
+    def __init__(self, updates: Compressor, rule: Rule, repaid: float, dealt: Sequence[Dealt] = ()) -> None:
         self._compressor = updates
         self._rule = rule
         self._repaid = repaid
+        self._dealt = dealt
 
     def stages(self, call: Call) -> Stages[Averaged]:
         """Send each tensor to its owner, and its update to all; a worker keeps ``repaid`` times what it lost."""
@@ -219,11 +258,18 @@ class Owners(TwoPhase):
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
         """Give every tensor to an owner; workers keep no residuals if their compressors lose nothing."""
-        costs = list(itertools.starmap(self._rule.cost, enumerate(operands.shapes)))
-        found = deal(operands.sizes, operands.bucket_sizes, operands.world, costs=costs)
         compressors = tuple(self._compressor.for_shape(shape) for shape in operands.shapes)
         sent = replace(operands, compressors=compressors)
-        answers = deal(sent.sizes, sent.bucket_sizes, sent.world, costs=costs)
+        if self._dealt:
+            found, answers = (
+                _chunks(operands.sizes, [(p.owner, number(p)) for p in self._dealt], operands.world)
+                for number in (attrgetter("first"), attrgetter("answer"))
+            )
+        else:
+            costs = list(itertools.starmap(self._rule.cost, enumerate(operands.shapes)))
+            found, answers = (
+                deal(each.sizes, each.bucket_sizes, each.world, costs=costs) for each in (operands, sent)
+            )
         exact = all(c.traits.lossless for c in operands.compressors)
         residuals = Residuals(() if exact else operands.whole, found[operands.rank])
         return OwnedLayout(operands, found, residuals, Layout(sent, answers, Residuals((), ())))
@@ -267,3 +313,12 @@ class Owners(TwoPhase):
     ) -> Sequence[Array]:
         """Return the mean of each tensor that this rank owns, with their compressors and momenta at hand."""
         return codec.average(opened)
+
+
+def _chunks(sizes: Sequence[int], places: Sequence[tuple[int, int]], count: int) -> Chunks:
+    """Return the chunks of tensors with these owners and first buckets."""
+    chunks: list[list[Segment]] = [[] for _ in range(count)]
+    for tensor, (size, (owner, first)) in enumerate(zip(sizes, places, strict=True)):
+        if size:
+            chunks[owner].append(Segment(tensor, 0, size, first))
+    return tuple(map(tuple, chunks))

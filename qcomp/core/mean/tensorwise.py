@@ -1,20 +1,60 @@
-"""A compressed mean that treats each tensor separately, so that any group of them can be exchanged together."""
+"""Means that treat each tensor separately, so that any group of them can be exchanged together."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from qcomp.core.mean.chunks import Cutter, cut, cut_each
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["TensorwiseMean"]
+__all__ = ["SeparableMean", "TensorwiseMean"]
+
+
+class SeparableMean(CompressedMean, ABC):
+    """A mean whose tensors can be exchanged in any groups, with the bits of an exchange of all at once.
+
+    What a tensor's exchange owes to the other tensors of the model is its place.
+    """
+
+    @abstractmethod
+    def places(self, shapes: Sequence[tuple[int, ...]], size: int) -> tuple[Any, ...]:
+        """Return the place of each tensor of a model of these shapes on ``size`` ranks."""
+
+    @abstractmethod
+    def numbered(self, places: tuple[Any, ...]) -> Self:
+        """Return this mean for tensors at these places: the same object for the same places."""
+
+    def split(self, state: MeanState, count: int) -> list[MeanState]:
+        """Return the state of each of ``count`` tensors."""
+        if not state.shapes:
+            return [state] * count
+        layout = self.layout(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes)
+        of_tensor: list[tuple[list[Array], list[Array]]] = [([], []) for _ in state.shapes]
+        kinds = zip((state.worker, state.server), layout.residual_shapes, strict=True)
+        for kind, (residuals, (_, tensors)) in enumerate(kinds):
+            for residual, tensor in zip(residuals, tensors, strict=True):
+                of_tensor[tensor][kind].append(residual)
+        return [
+            state._replace(worker=tuple(worker), server=tuple(server), shapes=(shape,))
+            for (worker, server), shape in zip(of_tensor, state.shapes, strict=True)
+        ]
+
+    @staticmethod
+    def join(states: Sequence[MeanState]) -> MeanState:
+        """Return the joint state of several tensors, the inverse of `split`."""
+        return states[0]._replace(
+            worker=tuple(e for state in states for e in state.worker),
+            server=tuple(e for state in states for e in state.server),
+            shapes=tuple(shape for state in states for shape in state.shapes),
+        )
 
 
 @dataclass(frozen=True)
-class TensorwiseMean(CompressedMean):
+class TensorwiseMean(SeparableMean):
     """A `CompressedMean` that cuts every tensor separately into chunks.
 
     A tensor's residuals and mean then do not depend on the tensors that are exchanged with it. So the groups of tensors
@@ -59,29 +99,10 @@ class TensorwiseMean(CompressedMean):
         """Return the function that cuts tensors of these shapes into chunks, each separately."""
         return partial(cut_each, numbers=self.numbers or self.bucket_numbers(shapes))
 
-    def split(self, state: MeanState, count: int) -> list[MeanState]:
-        """Return the state of each of ``count`` tensors."""
-        if not state.shapes:
-            return [state] * count
-        ranges = self.layout(state.shapes, rank=state.rank, size=state.size, nodes=state.nodes).residuals
-        of_tensor: list[tuple[list[Array], list[Array]]] = [([], []) for _ in state.shapes]
-        for kind, (residuals, segments) in enumerate(zip((state.worker, state.server), ranges, strict=True)):
-            for residual, segment in zip(residuals, segments, strict=True):
-                of_tensor[segment.tensor][kind].append(residual)
-        return [
-            state._replace(worker=tuple(worker), server=tuple(server), shapes=(shape,))
-            for (worker, server), shape in zip(of_tensor, state.shapes, strict=True)
-        ]
+    def places(self, shapes: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the number of the first bucket of each tensor; see `SeparableMean.places`."""
+        return self.bucket_numbers(shapes)
 
-    @staticmethod
-    def join(states: Sequence[MeanState]) -> MeanState:
-        """Return the joint state of several tensors, the inverse of `split`."""
-        return states[0]._replace(
-            worker=tuple(e for state in states for e in state.worker),
-            server=tuple(e for state in states for e in state.server),
-            shapes=tuple(shape for state in states for shape in state.shapes),
-        )
-
-    def numbered(self, numbers: tuple[int, ...]) -> "TensorwiseMean":
-        """Return this mean with these bucket numbers: the same object for the same numbers."""
-        return self._like(numbers, numbers=numbers)
+    def numbered(self, places: tuple[int, ...]) -> Self:
+        """Return this mean with these bucket numbers; see `SeparableMean.numbered`."""
+        return self._like(places, numbers=places)

@@ -41,6 +41,7 @@ from qcomp.core.optimizers.whiteners import (
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy, Tensor
 from qcomp.core.policies.patterns import as_patterns, require_matches
 from qcomp.core.reporting import warn_caller
+from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.arithmetic import bias_corrections
 from qcomp.core.variance.schedules import Schedule, require_schedule
@@ -215,12 +216,9 @@ class Muon(Optimizer):
         object.__setattr__(self, "splits", as_splits(self.splits))
         super().__post_init__()
         Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum!r}; expected a number from 0 to below 1")
-        if self.adjust_lr_fn not in ("original", "match_rms_adamw"):
-            raise ValueError(
-                f"adjust_lr_fn is {self.adjust_lr_fn!r}; expected 'original' or 'match_rms_adamw'"
-            )
+        require("momentum", self.momentum, 0 <= self.momentum < 1, "a number from 0 to below 1")
+        fits = self.adjust_lr_fn in ("original", "match_rms_adamw")
+        require("adjust_lr_fn", self.adjust_lr_fn, fits, "'original' or 'match_rms_adamw'")
         if type(self.output_axis) is not int or self.output_axis not in (0, -1):
             raise ValueError(
                 f"output_axis is {self.output_axis!r}; expected 0, the first axis, or -1, the last"
@@ -231,10 +229,8 @@ class Muon(Optimizer):
                 raise TypeError(f"{name} is {value!r}; expected an integer, at least 1")
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value!r}; expected an integer, at least 1")
-        if self.newton_schulz_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f"newton_schulz_dtype is {self.newton_schulz_dtype!r}; expected 'float32' or 'bfloat16'"
-            )
+        fits = self.newton_schulz_dtype in ("float32", "bfloat16")
+        require("newton_schulz_dtype", self.newton_schulz_dtype, fits, "'float32' or 'bfloat16'")
         factor = self.adam_learning_rate_factor
         if factor is not None and not 0 <= factor < math.inf:
             raise ValueError(
@@ -251,6 +247,11 @@ class Muon(Optimizer):
         repaid = 0.5 if self.nesterov else 1.0
         mean = OwnedMean(self.compressor, updates=self.update_compressor, rule=self._rule, repaid=repaid)
         return MatrixCompression(mean, stacks=tuple(self.stacks), splits=self._splits)
+
+    @property
+    def needs_all(self) -> str:
+        """The setting that needs all gradients at once: new whiteners of all matrices travel together."""
+        return "" if self.whiten_steps is None else "whiten_steps"
 
     @property
     def _splits(self) -> Splits:
@@ -414,9 +415,8 @@ class Muon(Optimizer):
             raise TypeError(
                 f"others chose {chosen!r}; expected True or False for each of {len(tensors)} tensors"
             )
-        return tuple(
-            bool(c) or not form.suits(t.shape) for c, t, form in zip(chosen, tensors, forms, strict=True)
-        )
+        every = zip(chosen, tensors, forms, strict=True)
+        return tuple(bool(c) or not form.suits(t.shape) for c, t, form in every)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from qcomp.core.checkpoint.gathering import states_in
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.compressed_mean import MeanState
 from qcomp.core.mean.stages import AllGather, Stages, fuse, owned
-from qcomp.core.mean.tensorwise import TensorwiseMean
+from qcomp.core.mean.tensorwise import SeparableMean
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.optimizers.agreement import GIVE_OWN_DATA, first_elements, same_gradients
 from qcomp.core.optimizers.base import Optimizer
@@ -94,7 +93,7 @@ class BucketedStep:
         self.state = self.optimizer.init(self.values(), self.comm, self.params.names)
         exacts = self.state.exact
         shapes = [tuple(p.shape) for p, exact in zip(self.params.tensors, exacts, strict=True) if not exact]
-        self._draws = self._mean_of(self.state).bucket_numbers(shapes) if shapes else ()
+        self._places = self._mean_of(self.state).places(shapes, self.state.size) if shapes else ()
         # A tensor's index among the compressed ones.
         self._compressed = [sum(not exact for exact in exacts[:i]) for i in range(len(exacts))]
         # Cached: the residuals of a state, and those of each tensor in it.
@@ -191,7 +190,7 @@ class BucketedStep:
         exchange = self.state.exchange
         if kept:
             residuals = [kept[i] for i in sorted(kept)]
-            exchange = TensorwiseMean.join(residuals)
+            exchange = self._mean_of(self.state).join(residuals)
             self._known = exchange, residuals
         in_order = (tuple(found[i] for i in sorted(found)) for found in (values, own))
         means = Means(next(in_order), exchange, next(in_order))
@@ -370,11 +369,14 @@ class BucketedStep:
     def _stages(self, part: Piece, scale: float) -> Stages[Means]:
         """Average what the optimizer requests for these gradients."""
         state = self._part(part.numbers)
-        zeros = look_at(part.sent, state.exact, sample=True) if self.optimizer.may_move_zeros(state) else None
+        sample = not self.optimizer.mixes_elements
+        zeros = (
+            look_at(part.sent, state.exact, sample=sample) if self.optimizer.may_move_zeros(state) else None
+        )
         average: Average = self.optimizer.prepare(list(part.sent), state, scale=scale)
-        draws = tuple(self._draws[self._compressed[i]] for i in self._exchanged(part.numbers))
+        places = self._places_of(part.numbers)
         parts = tuple(
-            p._replace(mean=p.mean.numbered(draws)) if isinstance(p.mean, TensorwiseMean) else p
+            p._replace(mean=p.mean.numbered(places)) if isinstance(p.mean, SeparableMean) else p
             for p in average.parts
         )
         part.of_gradients = average.of_gradients
@@ -387,7 +389,7 @@ class BucketedStep:
             means = yield from average.stages()
         assert isinstance(means, Means)
         if zeros is not None:
-            looked = look_at(means.values, state.exact, sample=True)
+            looked = look_at(means.values, state.exact, sample=sample)
             part.moved_zeros = yield from moved_zeros(zeros, looked, state, part.gradients[0])
         return means
 
@@ -405,11 +407,11 @@ class BucketedStep:
         state = self.state
         exchanged = self._exchanged(tensors)
         exchange = state.exchange
-        if exchange.worker:
+        if exchange.shapes:
             residuals = self._residuals()
             chosen = [residuals[self._compressed[i]] for i in exchanged]
             empty = exchange._replace(worker=(), server=(), shapes=())
-            exchange = TensorwiseMean.join(chosen) if chosen else empty
+            exchange = self._mean_of(state).join(chosen) if chosen else empty
         compressors = state.compressors
         return of_tensors(state, tensors)._replace(
             exchange=exchange,
@@ -421,35 +423,36 @@ class BucketedStep:
         exchange, residuals = self._known
         if exchange is not self.state.exchange:  # the cache is not of this state
             exchange = self.state.exchange
-            residuals = self._mean_of(self.state).split(exchange, len(self._draws))
+            residuals = self._mean_of(self.state).split(exchange, len(self._places))
             self._known = exchange, residuals
         return residuals
 
     def _split(self, exchange: MeanState, part: Piece) -> dict[int, MeanState]:
         """Return the new residuals of each tensor of a part, if any, cut as the old ones are."""
-        if not exchange.worker:
+        if not exchange.shapes:
             return {}
-        worker, server, residuals = iter(exchange.worker), iter(exchange.server), self._residuals()
-        split = {}
-        for i in self._exchanged(part.numbers):
-            old = residuals[self._compressed[i]]
-            new = old._replace(
-                worker=tuple(islice(worker, len(old.worker))), server=tuple(islice(server, len(old.server)))
-            )
-            split[i] = old if i in part.unused else new
-        return split
+        exchanged, residuals = self._exchanged(part.numbers), self._residuals()
+        mean = self._mean_of(self._part(part.numbers)).numbered(self._places_of(part.numbers))
+        return {
+            i: residuals[self._compressed[i]] if i in part.unused else new
+            for i, new in zip(exchanged, mean.split(exchange, len(exchanged)), strict=True)
+        }
 
     def _exchanged(self, tensors: Sequence[int]) -> list[int]:
         return [i for i in tensors if not self.state.exact[i]]
+
+    def _places_of(self, tensors: Sequence[int]) -> tuple[Any, ...]:
+        """Return the place of each of some tensors that is compressed."""
+        return tuple(self._places[self._compressed[i]] for i in self._exchanged(tensors))
 
     @property
     def _low_rank(self) -> bool:
         """Whether ranks exchange thin factors: these travel fast, so a further exchange costs more than it hides."""
         return self._mean_of(self.state).low_rank
 
-    def _mean_of(self, state: OptimizerState) -> TensorwiseMean:
+    def _mean_of(self, state: OptimizerState) -> SeparableMean:
         mean = self.optimizer.mean_of(state)
-        assert isinstance(mean, TensorwiseMean)
+        assert isinstance(mean, SeparableMean)
         return mean
 
 
@@ -542,11 +545,18 @@ def _largest(gradient: Any) -> Any:
 
 def _separable(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer in the form that buckets need; raise if there is none."""
-    averaging = getattr(optimizer, "averaging", None)
-    if not isinstance(optimizer, Optimizer) or averaging is None:
+    averaging: Any = getattr(optimizer, "averaging", None)
+    in_parts = isinstance(optimizer, Optimizer) and isinstance(optimizer.compression.mean, SeparableMean)
+    if not isinstance(optimizer, Optimizer) or not (in_parts or averaging):
         raise TypeError(
             f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
             "qcomp.OneBitAdam(...)"
+        )
+    if optimizer.needs_all:
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__} with {optimizer.needs_all}, which needs the gradients of all "
+            f"parameters before any exchange: leave out {optimizer.needs_all}, or average in step(), without model= "
+            "and without DistributedDataParallel"
         )
     if optimizer.two_gradients:
         raise ValueError(
@@ -554,7 +564,7 @@ def _separable(optimizer: Optimizer) -> Optimizer:
             f"{optimizer.two_gradients}, and a backward pass has one. Call its own step, without "
             "DistributedDataParallel"
         )
-    if averaging.tensorwise:
+    if in_parts:
         return optimizer
     changes: dict[str, Any] = {"averaging": replace(averaging, tensorwise=True)}
     return replace(optimizer, **changes)

@@ -47,9 +47,10 @@ class OverlappedOptimizer(SavesState, Joinable):
         A model without a communication hook, preferably with ``gradient_as_bucket_view=True``. A parameter that no rank
         used in a step counts as having a gradient of zero.
     optimizer : Optimizer or callable
-        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange starts when the
-        last gradient has arrived, since the norm needs all of them. If settings change between steps: a callable that
-        returns the optimizer of the next backward pass, and its settings as text, which the ranks compare.
+        `qcomp.OneBitAdam`, `qcomp.QAdam`, `qcomp.Muon`, `qcomp.CompressedSGD`, ... With ``clip_norm`` the exchange
+        starts when the last gradient has arrived, since the norm needs all of them. If settings change between steps: a
+        callable that returns the optimizer of the next backward pass, and its settings as text, which the ranks
+        compare.
     comm : communicator, optional
         By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each.
 
@@ -58,15 +59,16 @@ class OverlappedOptimizer(SavesState, Joinable):
     MismatchError
         On every rank, if the ranks differ in the optimizer's settings or in the model.
     ValueError
-        If the optimizer needs all gradients before it can exchange any, or two gradients of each parameter.
+        If the optimizer needs all gradients before it can exchange any, as `qcomp.Muon` with ``whiten_steps`` does, or
+        two gradients of each parameter.
 
     Notes
     -----
     While the optimizer averages gradients (in the exact warm-up; always with `qcomp.CompressedSGD`), ``p.grad`` is the
     mean over the ranks after the backward pass, and `step` uses its current value: ``clip_grad_norm_`` and the like
-    work as with any optimizer under DistributedDataParallel. While it averages momenta, ``p.grad`` is this rank's own
-    gradient, which is already part of the averaged momentum; `step` raises if it was changed. It warns of that in the
-    warm-up.
+    work as with any optimizer under DistributedDataParallel. While it averages momenta, and always with `qcomp.Muon`,
+    ``p.grad`` is this rank's own gradient, which has been exchanged already; `step` raises if it was changed. It warns
+    of that in the warm-up.
 
     With uneven inputs, use ``Join([model, optimizer])`` with the model first: a rank without inputs then takes part in
     the steps of the others.
@@ -368,8 +370,8 @@ class OverlappedOptimizer(SavesState, Joinable):
             )
         if changed and not all(part.of_gradients for part in running.parts):
             raise RuntimeError(
-                f"the gradient of {params.named(changed)} was changed after the backward pass, but its momentum has "
-                f"been averaged already (stage {self.state.stage!r}), so the change would have no effect. {_CLIP}; to "
+                f"the gradient of {params.named(changed)} was changed after the backward pass, but has been "
+                f"exchanged already (stage {self.state.stage!r}), so the change would have no effect. {_CLIP}; to "
                 "scale, scale the loss; to change gradients between backward pass and step, compress gradients "
                 "instead: qcomp.integrations.ddp.hook, or qcomp.CompressedSGD"
             )
