@@ -162,8 +162,15 @@ def _muon(studies: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _best_of_first_rates(rows: plan.Rows, task: str, method: str) -> float | None:
+    losses = plan.tuned(rows, task, method)
+    return min(losses.keys() & set(plan.RATES), key=losses.__getitem__, default=None)
+
+
 def _race(studies: Path) -> list[dict[str, Any]]:
     """Compare methods with exact training by the same optimizer, both at the rate that is best for the latter.
+
+    It is the best of the first three rates, with which every method was tried.
 
     With 4 ranks methods were trained only at the rate that is best for themselves with 2 ranks, and this counts.
     """
@@ -176,7 +183,7 @@ def _race(studies: Path) -> list[dict[str, Any]]:
             runs[row["ranks"], row["task"], row["method"]][row["rate"]][row["seed"]] = row
     found = []
     for ranks, task, (method, (name, *exacts)) in product((2, 4), RACED, RACE.items()):
-        exact, best = exacts[0 if ranks == 2 else -1], partial(plan.best_rate, rows, task, all_tried=False)
+        exact, best = exacts[0 if ranks == 2 else -1], partial(_best_of_first_rates, rows, task)
         rate = best(exact)
         tuned = rate if ranks == 2 else best(method)
         own, other = runs[ranks, task, method].get(tuned, {}), runs[ranks, task, exact].get(rate, {})

@@ -11,6 +11,7 @@ from qcomp.comm.local import LocalCommunicator, run_local
 if TYPE_CHECKING:
     from qcomp.comm.authenticated import AuthenticatedCommunicator
     from qcomp.comm.folder import FolderCommunicator
+    from qcomp.comm.mailbox import FolderMailbox
     from qcomp.comm.mpi import MPICommunicator
     from qcomp.comm.nccl import NCCLCommunicator
     from qcomp.comm.torch_dist import TorchCommunicator
@@ -19,6 +20,7 @@ __all__ = [
     "AuthenticatedCommunicator",
     "Communicator",
     "FolderCommunicator",
+    "FolderMailbox",
     "LocalCommunicator",
     "MPICommunicator",
     "NCCLCommunicator",
@@ -32,6 +34,7 @@ __all__ = [
 _MODULES = {
     "AuthenticatedCommunicator": "authenticated",
     "FolderCommunicator": "folder",
+    "FolderMailbox": "mailbox",
     "MPICommunicator": "mpi",
     "NCCLCommunicator": "nccl",
     "TorchCommunicator": "torch_dist",

@@ -6,7 +6,6 @@ Each message is a file: a line of JSON, then the bytes. A rank deletes its own, 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import secrets
@@ -16,14 +15,14 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.patience import patience
+from qcomp.comm.stores import Store, store_at
 from qcomp.comm.verbs import Pending, Verbs, described, require_rank_of_its_own
 from qcomp.core.errors import CommunicatorError
 from qcomp.core.mean.stages import Owner, as_mismatch, other_owners, told
@@ -35,78 +34,6 @@ _HERE, _GO, _END = "here", "go", "end"
 """Files of a session: a rank has come, all have come, and how a rank has ended."""
 _SHORTEST_PAUSE = 5e-4
 _GROWTH = 1.3
-
-
-class _Store(Protocol):
-    """Where the files are."""
-
-    longest_pause: float
-    """Seconds between two looks for a file."""
-
-    def write(self, name: str, *parts: bytes) -> None:
-        """Make a file that is whole as soon as it can be read."""
-        ...
-
-    def read(self, name: str) -> bytes | None:
-        """Return what a file has, or None."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Delete a file, if it is there."""
-        ...
-
-
-class _Folder:
-    """Files of the operating system."""
-
-    longest_pause = 0.02
-
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-
-    def write(self, name: str, *parts: bytes) -> None:
-        path = self._path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        with beside.open("wb") as file:
-            file.writelines(parts)
-        beside.replace(path)
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return (self._path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def delete(self, name: str) -> None:
-        path = self._path / name
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have files there
-            path.parent.rmdir()
-
-
-class _Objects:
-    """Objects of a store that fsspec knows."""
-
-    longest_pause = 1.0
-
-    def __init__(self, url: str) -> None:
-        self._files, self._path = importlib.import_module("fsspec").core.url_to_fs(url)
-
-    def write(self, name: str, *parts: bytes) -> None:
-        path = f"{self._path}/{name}"
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self._files.pipe_file(path, b"".join(parts))
-
-    def read(self, name: str) -> bytes | None:
-        try:
-            return bytes(self._files.cat_file(f"{self._path}/{name}"))
-        except FileNotFoundError:
-            return None
-
-    def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._path}/{name}")
 
 
 class _Head(NamedTuple):
@@ -125,7 +52,7 @@ class _Head(NamedTuple):
 class _Session:
     """The files of a rank in a folder that only these ranks know."""
 
-    def __init__(self, store: _Store, name: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
         self._process = os.getpid()
         self.sent: dict[int, list[str]] = {}
@@ -158,6 +85,7 @@ class _Session:
                 of_ranks = [f"{kind}.{r}" for kind in (_HERE, _END) for r in range(self._size)]
                 for name in (*left, _GO, *of_ranks):
                     self.delete(name)
+                self._store.delete_folder(self._name)
 
 
 class FolderCommunicator(Verbs):
@@ -220,8 +148,7 @@ class FolderCommunicator(Verbs):
         self.host = host_name(socket.gethostname())
         self.timeout, _ = patience(timeout=timeout)
         self.bytes_sent = 0
-        place = os.fspath(folder)
-        self._store: _Store = _Objects(place) if "://" in place else _Folder(place)
+        self._store = store_at(folder)
         self._closed: str | None = None
         self._started = 0
         self._open: set[int] = set()

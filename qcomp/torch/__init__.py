@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qcomp.torch.algorithms import CompressedSGD, OneBitAdam, OneBitLamb, QAdam, ZeroOneAdam
+from qcomp.torch.asynchronous import AsynchronousOuterLoop
 from qcomp.torch.muon import Muon
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.outer import OuterLoop
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from qcomp.torch.planner import LoadPlanner
 
 __all__ = [
+    "AsynchronousOuterLoop",
     "AveragingOptimizer",
     "CompressedSGD",
     "LoadPlanner",

@@ -33,12 +33,12 @@ from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import plain_products
 from qcomp.torch.trained_parameters import Trained
 
-__all__ = ["OuterLoop"]
+__all__ = ["LOOPED", "OuterLoop", "StepCalls"]
 
 _STEP_FILE = torch.optim.Optimizer.register_step_pre_hook.__code__.co_filename
 """The file of torch with the function that runs the hooks of a step."""
 
-_LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
+LOOPED: WeakSet[torch.optim.Optimizer] = WeakSet()
 """The optimizers whose steps are the inner steps of a loop."""
 
 
@@ -139,7 +139,7 @@ class OuterLoop:
         self._comm: Any = communicator(comm)
         optimizers = self._trained.optimizers
         for number, one in enumerate(optimizers):
-            if one in _LOOPED:
+            if one in LOOPED:
                 raise ValueError(
                     f"optimizer {number} has an OuterLoop already; expected one loop: call remove() of the other first"
                 )
@@ -157,7 +157,7 @@ class OuterLoop:
         if init_sync:
             with torch.no_grad():
                 self._drive(self._trained.first_buffer_stages(self._state), "first buffers")
-        self._calls = _StepCalls()
+        self._calls = StepCalls()
         self._has_begun = False
         self._saves, self._inner_saves = Saves(), _InnerSaves()
         self._hooks = [
@@ -169,7 +169,7 @@ class OuterLoop:
                 one.register_state_dict_post_hook(self._inner_saves.note),
             )
         ]
-        _LOOPED.update(optimizers)
+        LOOPED.update(optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be copied or pickled: a copy would have the same communicator, or none."""
@@ -195,7 +195,7 @@ class OuterLoop:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        _LOOPED.difference_update(self._trained.optimizers)
+        LOOPED.difference_update(self._trained.optimizers)
         if self._running is not None:
             self._running.close()
 
@@ -349,7 +349,7 @@ class OuterLoop:
         if not self._calls.leave(optimizer) or optimizer is not self._trained.optimizers[-1]:
             return
         before, values = self._state, self._trained.values()
-        self._trained.look(self._loop, before)
+        self._trained.look(self._loop.every, exchanges=self._loop.exchanges(before))
         with plain_products(values[0]):
             if self._running is None:
                 params, state = self._loop.step(values, before, self._comm, shares=True, weight=self.weight)
@@ -406,7 +406,7 @@ class _InnerSaves:
         self._has_inner = self.has_own = False
 
 
-class _StepCalls:
+class StepCalls:
     """The calls of `step` that are running, to tell a step from a part of one.
 
     torch runs an optimizer's hooks around `step` of its class, and again where that calls `step` of the base class. A

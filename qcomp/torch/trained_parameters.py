@@ -98,15 +98,15 @@ class Trained:
                     "exchanges in the step of the one inside. Give the loop an optimizer that has all in one class"
                 )
 
-    def look(self, loop: CoreLoop, before: OptimizerState) -> None:
-        """Look at an inner step, between a state and its exchange; warn if no parameter had a gradient.
+    def look(self, every: int, *, exchanges: bool) -> None:
+        """Look at an inner step before its exchange, if there is one; warn if no parameter had a gradient.
 
         Positions are looked for before each exchange, and in the first steps: some equal their parameters only after
         the first, or after every k-th.
         """
         if all(p.grad is None for p in self.tensors):
             warn_of_no_gradient("on this rank")
-        if self._looked < max(loop.every, _LOOKS) or loop.exchanges(before):
+        if self._looked < max(every, _LOOKS) or exchanges:
             self.positions.note()
         self._looked += 1
 

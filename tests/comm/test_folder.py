@@ -8,7 +8,7 @@ import pytest
 
 import qcomp
 from qcomp.comm import FolderCommunicator
-from qcomp.comm import folder as module
+from qcomp.comm import stores as module
 from qcomp.core.mean.stages import AllGather, Owner
 
 

@@ -64,7 +64,7 @@ def test_a_mean_is_weighted():
     ids=["a sum, not a mean", "by the largest", "weights of 1"],
 )
 def test_a_broken_factor_is_noticed(monkeypatch, broken):
-    monkeypatch.setattr(weights, "_factor", broken)
+    monkeypatch.setattr(weights, "factor_of", broken)
     assert not largest_error() <= SIZE + 1
 
 

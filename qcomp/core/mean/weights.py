@@ -19,7 +19,7 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["weight_stages", "weighted"]
+__all__ = ["factor_of", "weight_stages", "weighted"]
 
 _ADVICE = "pass a weight on all ranks in the same steps, or on none; a rank without data has weight=0"
 
@@ -103,10 +103,10 @@ def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
     if bad:
         here = "" if fits else f": here it is {given!r}"
         raise ValueError(f"weight of {name_ranks(bad)} is no finite number >= 0{here}")
-    return _factor(own, weights)
+    return factor_of(own, weights)
 
 
-def _factor(own: float, weights: Sequence[float]) -> float:
+def factor_of(own: float, weights: Sequence[float]) -> float:
     """Return the factor of a weight; exactly 1 if all are equal."""
     largest = max(weights)
     if not largest:

@@ -47,7 +47,7 @@ from qcomp.core.rehearsal import rehearse
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Loaded", "Place", "Replica", "names_of", "owner_of", "resume"]
+__all__ = ["Loaded", "Place", "Replica", "facts_of", "names_of", "owner_of", "resume"]
 
 Saved = Mapping[str, Any]
 Loaded = TypeVar("Loaded")
@@ -445,7 +445,7 @@ def begin(
         problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
     compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
     values = digests(names, tensors) if compare and not replica.sharded else []
-    told = _facts(replica, names, tensors) | {"compressed": compressed, "values": values}
+    told = facts_of(replica, names, tensors) | {"compressed": compressed, "values": values}
     yield from handshake_stages(told, size=place.size, like=tensors[0], explain=_EXPLAIN)
     if state is None:
         assert problem is not None
@@ -460,7 +460,7 @@ def begin(
     return replica.compression.on_nodes(state, tensors, nodes)
 
 
-def _facts(replica: Replica[Any], names: Sequence[str], params: Sequence[Array]) -> dict[str, Any]:
+def facts_of(replica: Replica[Any], names: Sequence[str], params: Sequence[Array]) -> dict[str, Any]:
     """Return the facts about a replica and its parameters that must be equal on all ranks."""
     return {
         "optimizer": type(replica).__name__,

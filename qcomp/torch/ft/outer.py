@@ -226,7 +226,7 @@ class ElasticOuterLoop(QuorumMember):
                 one.step()
         finally:
             self._is_stepping = False
-        self._trained.look(self._loop, before)
+        self._trained.look(self._loop.every, exchanges=self._loop.exchanges(before))
 
     def _elastic(self) -> elastic.Elastic:
         return elastic.Elastic(self._loop, every=self._every)

@@ -1,0 +1,279 @@
+"""A mailbox as the core sees it: requests for files that all ranks see, and what these files hold."""
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from qcomp.core.checkpoint.format import from_state_dict, named_arrays, read_scalars, to_state_dict
+from qcomp.core.checkpoint.schema import from_json, shown
+from qcomp.core.errors import MismatchError, PayloadError
+from qcomp.core.mean.compressed_mean import EXACT
+from qcomp.core.numeric.arrays import (
+    Array,
+    array_namespace,
+    bytes_of,
+    dtype_name,
+    flat,
+    from_bytes_of,
+    from_host_bytes,
+    host_bytes,
+    itemsize,
+)
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.payload import Payload
+from qcomp.core.state import OptimizerState
+
+__all__ = [
+    "RANKS",
+    "ROUNDS",
+    "SENT",
+    "SHARED",
+    "Contribution",
+    "Create",
+    "Delete",
+    "Mailbox",
+    "Member",
+    "Names",
+    "Read",
+    "Requests",
+    "Sending",
+    "Snapshot",
+    "answer",
+    "numbers_of",
+    "require_alike",
+]
+
+RANKS, SENT, ROUNDS, SHARED = "ranks", "sent", "rounds", "shared"
+"""The folders of a mailbox: the numbers of ranks, their contributions, which of these each round has, and the shared
+parameters after some rounds."""
+
+Result = TypeVar("Result")
+
+
+class Names(NamedTuple):
+    """Asks for the names in a folder; a list of str."""
+
+    folder: str
+
+
+class Read(NamedTuple):
+    """Asks for what a file holds; bytes, or None if it is not there or not whole."""
+
+    name: str
+
+
+class Create(NamedTuple):
+    """Makes a file, if none has this name; True if it did."""
+
+    name: str
+    data: bytes
+
+
+class Delete(NamedTuple):
+    """Deletes a file, if it is there; None."""
+
+    name: str
+
+
+Requests = Generator[Names | Read | Create | Delete, Any, Result]
+"""A computation that asks a mailbox between its pure parts; it never waits for another rank."""
+
+
+class Mailbox(Protocol):
+    """A place where every rank leaves files, and takes those of others; see `qcomp.comm.FolderMailbox`."""
+
+    def now(self) -> float:
+        """Return seconds on a clock of this rank that never goes back."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder; empty if there is none."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file holds, or None if it is not there or not whole."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Make a file, whole as soon as it is there; of several ranks that make the same, one alone gets True."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if it is there."""
+        ...
+
+
+def answer(requests: Requests[Result], mailbox: Mailbox) -> Result:
+    """Run a computation that asks a mailbox, and return its result."""
+    found: Any = None
+    while True:
+        try:
+            request = requests.send(found)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        match request:
+            case Names():
+                found = mailbox.names(request.folder)
+            case Read():
+                found = mailbox.read(request.name)
+            case Create():
+                found = mailbox.create(request.name, request.data)
+            case Delete():
+                mailbox.delete(request.name)
+                found = None
+
+
+class Sending(NamedTuple):
+    """The name of a contribution: that of its file, which is in `SENT`."""
+
+    version: int
+    """The round after which its rank has sent it."""
+    rank: int
+    number: int
+    """How many this rank has sent, this one included."""
+
+    @property
+    def path(self) -> str:
+        """The name of its file."""
+        return f"{SENT}/{self.version}.{self.rank}.{self.number}"
+
+    @classmethod
+    def named(cls, name: str) -> "Sending | None":
+        """Return what a name in `SENT` says; None for a file of something else."""
+        parts = name.split(".")
+        if len(parts) != len(cls._fields) or not all(part.isascii() and part.isdigit() for part in parts):
+            return None
+        return cls(*map(int, parts))
+
+
+class Member(NamedTuple):
+    """A contribution that a round has merged."""
+
+    rank: int
+    """Whose it is."""
+    number: int
+    """How many this rank had sent, this one included."""
+    age: int
+    """Rounds that closed between its sending and the round that merged it; 0 if it came in time."""
+    weight: float
+    """How much it counts, such as the tokens behind it."""
+
+
+class Contribution(NamedTuple):
+    """An outer gradient of one rank."""
+
+    weight: float
+    is_weighted: bool
+    """Whether the caller has given weights; else the weight is a number of steps."""
+    payloads: tuple[Payload, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return it as bytes."""
+        parts = [payload.to_bytes() for payload in self.payloads]
+        head = [self.weight, self.is_weighted, [len(part) for part in parts]]
+        return b"".join([json.dumps(head).encode(), b"\n", *parts])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, like: Array) -> "Contribution":
+        """Return it from its bytes; raise PayloadError if they are not one's."""
+        start = data.find(b"\n") + 1
+        try:
+            weight, is_weighted, sizes = from_json(data[:start])
+            weight, sizes = float(weight), [int(size) for size in sizes]
+        except (TypeError, ValueError) as error:
+            raise PayloadError(f"the contribution has a damaged first line: {error}") from error
+        parts = []
+        for size in sizes:
+            parts.append(Payload.from_bytes(memoryview(data)[start : start + size], like=like))
+            start += size
+        return cls(weight, bool(is_weighted), tuple(parts))
+
+
+class Snapshot(NamedTuple):
+    """What all ranks share after a round."""
+
+    facts: Mapping[str, Any]
+    """What all ranks must have alike, see `Asynchronous`."""
+    is_weighted: bool | None
+    """Whether the ranks give weights; None before the first round."""
+    counted: Mapping[int, tuple[int, int]]
+    """For each rank the number of its last contribution that was merged, and the round that merged it."""
+    shared: OptimizerState
+    """Shared parameters and outer moments; its ``step`` counts rounds."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as bytes: a line of JSON, and the arrays."""
+        arrays = dict(named_arrays(self.shared, EXACT))
+        entries = to_state_dict(self.shared, EXACT)
+        head = {
+            "facts": self.facts,
+            "is_weighted": self.is_weighted,
+            "counted": [[rank, *last] for rank, last in sorted(self.counted.items())],
+            "scalars": {key: value for key, value in entries.items() if key not in arrays},
+            "arrays": [[key, dtype_name(x.dtype), list(x.shape)] for key, x in arrays.items()],
+        }
+        parts = [host_bytes(bytes_of(flat(x))) for x in arrays.values()]
+        return b"".join([json.dumps(head).encode(), b"\n", *parts])
+
+    @classmethod
+    def facts_in(cls, data: bytes) -> Mapping[str, Any]:
+        """Return the facts alone, before anything is read that depends on them."""
+        facts: Mapping[str, Any] = cls._head(data)["facts"]
+        return facts
+
+    @classmethod
+    def from_bytes(cls, data: bytes, like: OptimizerState, outer: Optimizer) -> "Snapshot":
+        """Return it from its bytes, with arrays like those of a state."""
+        head, start = cls._head(data), data.find(b"\n") + 1
+        (first, *_) = (x for _, x in named_arrays(like, EXACT))
+        found: dict[str, Any] = {}
+        for key, dtype, shape in head["arrays"]:
+            size = itemsize(dtype)
+            for axis in shape:
+                size *= axis
+            x = from_bytes_of(from_host_bytes(data[start : start + size], first), dtype)
+            found[key] = array_namespace(x).reshape(x, tuple(shape))
+            start += size
+        shared = from_state_dict(
+            read_scalars(head["scalars"]) | found,
+            lambda step, stage: like._replace(step=step, stage=stage),
+            EXACT,
+            outer.limits,
+        )
+        counted = {rank: (number, last) for rank, number, last in head["counted"]}
+        return cls(head["facts"], head["is_weighted"], counted, shared)
+
+    @staticmethod
+    def _head(data: bytes) -> dict[str, Any]:
+        try:
+            head = from_json(data[: data.find(b"\n") + 1])
+        except ValueError:
+            head = None
+        if not isinstance(head, dict) or head.keys() != {
+            "facts",
+            "is_weighted",
+            "counted",
+            "scalars",
+            "arrays",
+        }:
+            raise ValueError(
+                f"{SHARED!r} in the mailbox has a file that is no snapshot of this release: use an empty one"
+            )
+        return head
+
+
+def numbers_of(names: Sequence[str]) -> list[int]:
+    """Return the numbers among names, ascending."""
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def require_alike(own: Mapping[str, Any], of_job: Mapping[str, Any]) -> None:
+    """Raise MismatchError at the first fact in which this rank differs from the job of a mailbox."""
+    own = from_json(json.dumps(own))
+    for name in sorted({*own, *of_job}):
+        if own.get(name) != of_job.get(name):
+            raise MismatchError(
+                f"{name} is {shown(own.get(name))} here, and {shown(of_job.get(name))} in the job of this mailbox: "
+                "give all ranks the same, or use another mailbox"
+            )
