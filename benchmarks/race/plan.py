@@ -1,8 +1,7 @@
 """The runs of the race, the most useful first, and how long they take."""
 
 import json
-import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -143,10 +142,12 @@ def best_rate(rows: Rows, task: str, method: str) -> float | None:
 
 def counting_rate(rows: Rows, task: str, ranks: int, method: str) -> float | None:
     """Return the rate of the trainings that count: among those with the most seeds, the best one; None without any."""
-    seeds = Counter(row["rate"] for row in of(rows, task=task, ranks=ranks, method=method))
-    most, losses = max(seeds.values(), default=0), tuned(rows, task, method)
-    candidates = [rate for rate, count in seeds.items() if count == most]
-    return min(candidates, key=lambda rate: losses.get(rate, math.inf), default=None)
+    ended = defaultdict[float, list[float]](list)
+    for row in of(rows, task=task, ranks=ranks, method=method):
+        ended[row["rate"]].append(final(row))
+    most = max(map(len, ended.values()), default=0)
+    losses = {rate: fmean(found) for rate, found in ended.items() if len(found) == most}
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curve]:

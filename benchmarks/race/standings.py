@@ -75,7 +75,7 @@ class Race:
         rate = self.runs[name][0]["rate"]
         best = min(losses, key=losses.__getitem__, default=rate)
         tried = f"{len(losses)} tried"
-        if best != rate:
+        if best != rate and (self.ranks, plan.TUNED_AS[self.task]) == (2, self.task):
             return f"{tried}, {best:g} is better with seed 0"
         return f"{tried}, at an edge" if plan.next_rate(self.rows, self.task, name) else tried
 
@@ -97,6 +97,11 @@ class Race:
         """Return whether a method never reaches the target, although it was tried with the first three rates."""
         trained = name in self.runs and plan.tuned(self.rows, self.task, name).keys() >= set(plan.RATES)
         return trained and not math.isnan(self.target) and self.reached(name) is None
+
+    def never(self, name: str) -> str:
+        """Return the words for a method that does not reach the target, which another rate might."""
+        known = self.misses(name) and self.judgement(name).endswith("tried")
+        return NEVER if known else f"{NEVER} at this rate"
 
     def timed(self, times: Times) -> list[str]:
         """Return the methods whose phases are all timed."""
@@ -202,11 +207,11 @@ def on_links(race: Race, seconds: plan.Rows) -> str:
     for name in race.runs if links else ():
         row = [label(name)]
         for times in links.values():
-            cell = NEVER if race.misses(name) else "not measured"
+            cell = race.never(name) if race.misses(name) else "not measured"
             if name in race.timed(times):
                 after = race.reached(name, times)
                 gain = gain_over(race, REFERENCE, after, times)
-                cell = NEVER if after is None else f"{page.number(after)}{gain}"
+                cell = race.never(name) if after is None else f"{page.number(after)}{gain}"
             row.append(cell)
         rows.append([*row, str(len(race.runs[name]))])
     if not rows:

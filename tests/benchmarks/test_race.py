@@ -124,6 +124,9 @@ class TestPlan:
         assert plan.counting_rate(rows, "demo", 2, FAST) == 5e-4
         assert Race("demo", 2, rows).judgement(FAST) == "3 tried, at an edge"
         assert plan.counting_rate(rows, "demo", 4, FAST) is None
+        with_4 = [row | {"ranks": 4} for row in rows if row["seed"] == 0 and row["rate"] != 5e-4]
+        assert plan.counting_rate([*rows, *with_4], "demo", 4, FAST) == 1e-3  # that of 4 ranks themselves
+        assert Race("demo", 4, [*rows, *with_4]).judgement(FAST) == "3 tried, at an edge"
 
     def test_remaining_hours_are_estimated_from_similar_trainings(self):
         other = plan.Curve("demo", 2, "qadam", 3e-3, 0)
@@ -293,11 +296,13 @@ class TestStandings:
         assert "| qcomp: Muon, 4 + 1 bits | 75, 8.00x | 1 |" in made["seconds"]
         # The exact steps of 1-bit Adam are not timed; its other rates may reach the target.
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
-        others = [row_of("onebit_adam", rate, [(0, 5.0), (300, 3.0)]) for rate in (1e-3, 9e-3)]
-        assert (
-            "| qcomp: 1-bit Adam | not reached | 1 |"
-            in standings.tables([*ROWS, *others], SECONDS, [])["seconds"]
-        )
+        for at_edge, words in ((3.0, "not reached"), (2.9, "not reached at this rate")):
+            others = [
+                row_of("onebit_adam", rate, [(0, 5.0), (300, loss)])
+                for rate, loss in ((1e-3, 3.0), (9e-3, at_edge))
+            ]
+            text = standings.tables([*ROWS, *others], SECONDS, [])["seconds"]
+            assert f"| qcomp: 1-bit Adam | {words} | 1 |" in text
         assert "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 |  | DDP, float32, Muon | 4.00 |  |" in made["goals"]
         assert (
             f"| demo | 2 | 6 of {5 * len(MAIN)} | 0 of {5 * (len(METHODS) - len(MAIN))} | none |"
