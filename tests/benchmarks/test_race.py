@@ -304,8 +304,8 @@ class TestStandings:
             text = standings.tables([*ROWS, *others], SECONDS, [])["seconds"]
             assert f"| qcomp: 1-bit Adam | {words} | 1 |" in text
         assert "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 |  | DDP, float32, Muon | 4.00 |  |" in made["goals"]
-        assert (
-            f"| demo | 2 | 6 of {5 * len(MAIN)} | 0 of {5 * (len(METHODS) - len(MAIN))} | none |"
+        assert (  # a fourth rate of the reference is to come
+            f"| demo | 2 | 6 of {5 * len(MAIN) + 1} | 0 of {5 * (len(METHODS) - len(MAIN))} | none |"
             in made["missing"]
         )
 
