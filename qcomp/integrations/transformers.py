@@ -1,4 +1,4 @@
-"""Callbacks that compress what Hugging Face's Trainer sends; it wraps its model only when training begins."""
+"""Compresses what Hugging Face's Trainer sends: callbacks, since it wraps its model only when training begins."""
 
 import warnings
 from pathlib import Path

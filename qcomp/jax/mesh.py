@@ -65,12 +65,12 @@ class MeshMean:
 
     Notes
     -----
-    ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends 2 (N
-    - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of the
-      longest in its exchange. A program joins the buckets of all tensors that share a compressor into one array and
-      compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling shows how
-      long compilers take. Each distinct remainder of a tensor's size by the bucket size adds code for one more kind of
-      bucket. With PowerSGD, the devices send as in `PowerSGDMean` with owners, even if there are only two.
+    ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends
+    2 (N - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of
+    the longest in its exchange. A program joins the buckets of all tensors that share a compressor into one array and
+    compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling shows how
+    long compilers take. Each distinct remainder of a tensor's size by the bucket size adds code for one more kind of
+    bucket. With PowerSGD, the devices send as in `PowerSGDMean` with owners, even if there are only two.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
     tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. This includes the devices along

@@ -436,7 +436,7 @@ class PackedCodec(Codec):
 def cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
     """Cut a flat vector into parts of these sizes, as `cut_like` does.
 
-    XLA compiles a slice for every known place in a vector, but only one for every size if places are unknown to it.
+    If XLA knows the places of the parts, it compiles a slice for each; if they are hidden from it, one for each size.
     """
     ends = list(accumulate(sizes))
     return _slices(joined, [(end - size, end) for size, end in zip(sizes, ends, strict=True)])

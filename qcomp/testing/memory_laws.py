@@ -1,4 +1,4 @@
-"""Laws about memory: calls write only to given buffers, results share no memory, and layouts do not matter."""
+"""Laws of a compressor's memory: calls write only to given buffers, results share none, and layouts do not matter."""
 
 import math
 from collections.abc import Callable, Iterator

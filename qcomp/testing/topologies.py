@@ -71,7 +71,7 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
 
 
 def worlds_of(topology: Topology, *, thorough: bool) -> list[Peers]:
-    """Return worlds of one to five ranks, and one (if thorough, all) with shared nodes if the topology uses nodes."""
+    """Return worlds of one to five ranks, and for a topology that uses nodes, one of `NODES`, or all if thorough."""
     shared = tuple(NODES.values()) if thorough else (NODES["3 and 2"],)
     separate = [Peers(topology.name, tuple(range(n))) for n in range(1, 6)]
     return separate + [Peers(topology.name, nodes) for nodes in shared if topology.wants_nodes]

@@ -359,7 +359,7 @@ def _require_place(units: Sequence[Unit], gradients: Compressor | None, between:
         if not unit.is_sharded_once:
             raise ValueError(
                 f"{unit.label} is sharded along several dimensions of its mesh, as by tensor parallelism; expected "
-                "one, since with several torch does not tell which parts of which parameters a message holds"
+                "one dimension: if there are more, torch does not tell which parts of which parameters a message holds"
             )
         if between is not None and unit.copies > 1:
             raise ValueError(

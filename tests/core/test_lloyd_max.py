@@ -173,7 +173,7 @@ def test_a_code_with_a_level_that_does_not_exist_is_refused():
         ({"bits": True}, "bits is True; expected an integer"),
         ({"bucket_size": 100}, "bucket_size is 100; expected a power of two"),
         ({"coding": "elias"}, "coding is 'elias'; expected 'fixed' or 'range'"),
-        ({"bits": 1, "coding": "range"}, "which cannot shorten signs; expected 'fixed', or bits from 2 on"),
+        ({"bits": 1, "coding": "range"}, "signs alone cannot be shortened; expected 'fixed', or more bits"),
     ],
 )
 def test_bad_parameters_are_refused(options, message):

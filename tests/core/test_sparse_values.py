@@ -288,7 +288,7 @@ class TestDamage:
         ("bits", "message"),
         [
             ("0111", "keeps 7 elements; expected at most 5"),
-            ("1" + "1" + "1" + "0" * 12 + f"{4000:013b}", "scales of numbers"),
+            ("1" + "1" + "1" + "0" * 12 + f"{4000:013b}", "gives its scales as"),
             ("1" + "10" + "10" + "0" * 20, "skips"),
             ("1" + "10" + "10" + "1" * 7 + "0" * 8, "skips 5 elements where at most 4 follow"),
         ],

@@ -1,4 +1,4 @@
-"""PowerSGD's passes: two over whole matrices, which add a residual or subtract a product, and two over thin factors.
+"""The kernels of PowerSGD: add a residual, subtract a product, make a factor orthonormal, and scale the next factor.
 
 Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8. Memory bandwidth is the limit for
 low ranks.

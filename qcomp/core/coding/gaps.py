@@ -166,8 +166,8 @@ def decode(code: memoryview, size: int, k: int, bucket_size: int, bits: int) -> 
             step = last + ratio
         if not SMALLEST <= last <= LARGEST or (step and not SMALLEST <= step <= LARGEST):
             raise PayloadError(
-                f"bucket {bucket} of the payload has scales of numbers {last} and {step}; expected {SMALLEST} to "
-                f"{LARGEST}"
+                f"bucket {bucket} of the payload gives its scales as {last} and {step} (float bits >> 20); expected "
+                f"{SMALLEST} to {LARGEST}"
             )
         for start, number in ((layout.lowest, last), (layout.step, step)):
             struct.pack_into("<I", plain, start + 4 * bucket, number << _DROPPED)

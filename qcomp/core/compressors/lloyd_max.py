@@ -99,7 +99,7 @@ class LloydMax(BucketedCompressor):
             raise ValueError(f"coding is {self.coding!r}; expected 'fixed' or 'range'")
         if self.coding == "range" and self.bits == 1:
             raise ValueError(
-                "coding is 'range', which cannot shorten signs; expected 'fixed', or bits from 2 on"
+                "coding is 'range' and bits is 1, but signs alone cannot be shortened; expected 'fixed', or more bits"
             )
 
     @cached_property

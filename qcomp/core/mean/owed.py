@@ -1,4 +1,4 @@
-"""What a rank must add to its next values when it leaves a mean, so that nothing is lost."""
+"""What a rank must add to its next values when it changes to another method of averaging, so that nothing is lost."""
 
 import math
 from collections.abc import Sequence

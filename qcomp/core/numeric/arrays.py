@@ -1,4 +1,4 @@
-"""Array operations beyond the Array API standard: bit-casts, exact roots and divisions.
+"""What the Array API standard lacks: bit-casts, bytes, dtype names, exact roots and divisions, checks, tracing.
 
 All code that depends on the library of an array is in this module; the rest of the core is one code path for NumPy,
 torch, CuPy, JAX and any other library of the standard.

@@ -99,7 +99,7 @@ class QSVRG(Optimizer):
     """
 
     compares_gradients = False  # in the first step of an epoch all ranks have the same vector
-    two_gradients = "each of its steps takes two, at the parameters and at the snapshot"
+    two_gradients = "a step of QSVRG takes two, at the parameters and at the snapshot"
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
     averaging: Averaging = Averaging(topology="all_gather", feedback=False)

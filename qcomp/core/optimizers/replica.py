@@ -271,7 +271,7 @@ class Replica(ABC, Generic[Loaded]):
         """Return what `load_state_dict` returns."""
 
     def record(self, whole: OptimizerState) -> dict[str, Any]:
-        """Return what `whole` has returned as a flat dict of named arrays and scalars, with digests.
+        """Return a flat dict of named arrays and scalars, with digests, made from what `whole` has returned.
 
         Parameters
         ----------

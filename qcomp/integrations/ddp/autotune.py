@@ -69,7 +69,7 @@ class TunedHookState:
         return None if self._number is None else self._hooks.get(self._tuner.names[self._number])
 
     def rescale(self, factor: float) -> None:
-        """Multiply by a factor the residuals, and what a method that was left still owes; see `HookState.rescale`.
+        """Multiply the residuals, and what earlier methods still owe, by a factor; see `HookState.rescale`.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Checks before each step of any optimizer of torch, for gradients that it must not or should not use."""
+"""Checks before each step of any torch optimizer: NaN gradients, means left unused, and variances of signs alone."""
 
 from __future__ import annotations
 

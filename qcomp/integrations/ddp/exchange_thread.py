@@ -1,4 +1,4 @@
-"""A thread that runs several computations in stages over a communicator."""
+"""A thread that runs several staged computations at once, and interleaves their exchanges on one communicator."""
 
 from __future__ import annotations
 
