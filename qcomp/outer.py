@@ -1,8 +1,7 @@
 """Outer loops: ranks train alone for some steps, then average the changes that these steps made.
 
-`qcomp.OuterLoop` is the loop itself. This module has published settings for it, the class that overlaps its exchanges
-with inner steps, the loop in which no rank waits for another, averages of the inner optimizers' states, and
-diagnostics.
+`qcomp.OuterLoop` is the loop itself. This module adds published settings for it, a class that overlaps its exchanges
+with inner steps, a loop in which no rank waits for another, averages of the inner optimizers' states, and diagnostics.
 """
 
 from qcomp.core.outer.asynchronous import Asynchronous

@@ -1,6 +1,6 @@
-"""Ranks that exchange through files, in a folder that all see or in an object store.
+"""A communicator whose ranks exchange files, in a folder that all see or in an object store.
 
-Each message is a file: a line of JSON, then the bytes. A rank deletes its own, once all others have read them.
+Each message is a file: a line of JSON, then the bytes. A rank deletes its messages once all others have read them.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class _Head(NamedTuple):
     """The bytes for each rank."""
     digest: str
     done: int
-    """The number of the last exchange before which the sender has completed all, this one included."""
+    """The sender has completed all exchanges up to this number, inclusive."""
 
 
 class _Session:
-    """The files of a rank in a folder that only these ranks know."""
+    """The files of a rank in a folder that only the ranks of its job know."""
 
     def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
         self._process = os.getpid()
         self.sent: dict[int, list[str]] = {}
-        """The names of the messages that are not deleted, by the number of the exchange."""
+        """The names of the messages that are not deleted yet, by number of their exchange."""
 
     def write(self, name: str, *parts: bytes) -> None:
         self._store.write(f"{self._name}/{name}", *parts)
@@ -68,7 +68,7 @@ class _Session:
         self._store.delete(f"{self._name}/{name}")
 
     def end(self, how: str) -> None:
-        """Write why this rank has failed, or nothing, on a line, and the names of its messages that are left."""
+        """Write a line that says why this rank has failed, or is empty, and the names of its remaining messages."""
         left = [name for names in self.sent.values() for name in names]
         self.write(f"{_END}.{self._rank}", "\n".join([" ".join(how.split()), *left]).encode())
 
@@ -89,7 +89,7 @@ class _Session:
 
 
 class FolderCommunicator(Verbs):
-    """The ranks of machines that open no connections to each other, but see one folder, or one object store.
+    """A communicator for machines that open no connections to each other, but see one folder or object store.
 
     It is as fast as the store: an exchange writes a file for each other rank, or one for all, and reads one from each.
     That suits outer loops, which exchange once in hundreds of steps. Creating one is collective.
@@ -102,21 +102,22 @@ class FolderCommunicator(Verbs):
     rank, size : int
         The number of this rank, from 0, and the number of ranks.
     job : str, default "job"
-        A name that no other job has that exchanges through the same folder at the same time.
+        A name that no other job in the same folder has at the same time.
     timeout : float, optional
-        Seconds to wait for a rank, as for `qcomp.comm.world`: also for one that died, which nothing else tells.
+        Seconds to wait for a rank, as for `qcomp.comm.world`; nothing else reveals that a rank has died.
 
     Raises
     ------
     CommunicatorError
-        If not all ranks come in time.
+        If not all ranks arrive in time.
     ValueError
-        If the rank is not one of the size, or the job's name cannot be that of a file.
+        If ``rank`` is not from 0 to ``size`` - 1, or ``job`` cannot be the name of a folder.
 
     Notes
     -----
-    Files hold their length and a BLAKE2b digest; what does not fit counts as not yet written. On a disk they are
-    renamed into place. A rank deletes its files once all ranks have read them, and the last ones when all have ended.
+    Files hold their length and a BLAKE2b digest; a file that does not match them counts as not yet written. On a disk,
+    files are renamed into place. A rank deletes its files once all ranks have read them, and the last ones when all
+    have ended.
 
     Examples
     --------
@@ -160,14 +161,15 @@ class FolderCommunicator(Verbs):
         return f"FolderCommunicator(rank={self.rank}, size={self.size})"
 
     def close(self) -> None:
-        """End this rank's part. Not collective: later exchanges fail here, and those of other ranks there."""
+        """End this rank's part. Not collective: later exchanges fail, here and on the other ranks."""
         self._closed = self._closed or "close was called"
         self._leave()
 
     def _meet(self, job: str) -> str:
-        """Return the name of a folder that these ranks alone know, also if an earlier job has left files behind.
+        """Return the name of a folder that only these ranks know, even if an earlier job has left files behind.
 
-        Rank 0 proposes one from the tokens of all ranks, until each has found its own token there, and said so.
+        Rank 0 proposes a name made from the tokens of all ranks, until each rank has confirmed that its own token is in
+        it.
         """
         token = secrets.token_hex(8)
         self._store.write(f"{job}/hello.{self.rank}", token.encode())
@@ -208,7 +210,7 @@ class FolderCommunicator(Verbs):
         return last
 
     def _looks(self, verb: str, missing: Collection[int]) -> Iterator[int]:
-        """Yield the number of a look, with pauses between them that grow; raise CommunicatorError after the timeout."""
+        """Yield the numbers of looks, with growing pauses between them; raise CommunicatorError after the timeout."""
         start, pause = time.monotonic(), _SHORTEST_PAUSE
         look = 0
         while True:
@@ -242,7 +244,7 @@ class FolderCommunicator(Verbs):
         return _Exchange(self, number, verb, send, sizes, own, owner)
 
     def _write(self, number: int, verb: str, buffers: Sequence[Any], owner: Owner | None) -> None:
-        """Write a file for each other rank; one for all, if they get the same."""
+        """Write a file for each other rank, or one for all, if they get the same."""
         others = [r for r in range(self.size) if r != self.rank]
         to_all = verb == "all_gather"
         self._session.sent[number] = []
@@ -258,7 +260,7 @@ class FolderCommunicator(Verbs):
         self.bytes_sent += sum(buffers[r].shape[0] for r in others)
 
     def complete(self, exchange: _Exchange) -> list[Array]:
-        """Return what all ranks have sent in an exchange, once it is there."""
+        """Return what all ranks have sent in an exchange, once everything has arrived."""
         self._require_open(exchange.verb)
         with self._closing_on_failure(exchange.verb):
             received = []
@@ -274,7 +276,7 @@ class FolderCommunicator(Verbs):
         return received
 
     def _read(self, exchange: _Exchange, r: int) -> tuple[_Head, memoryview]:
-        """Return the message of a rank, once it is there and fits."""
+        """Return the message of a rank, once it has arrived; raise unless it fits."""
         verb, number = exchange.verb, exchange.number
         mine, all_ = _name(number, r, self.rank), _name(number, r, None)
         first, other = (all_, mine) if verb == "all_gather" else (mine, all_)
@@ -341,7 +343,7 @@ class _Exchange:
     received: list[Array] | None = None
 
     def wait(self) -> list[Array]:
-        """Return what each rank sent here."""
+        """Return what each rank has sent to this rank."""
         if self.received is None:
             self.received = self.comm.complete(self)
         return self.received

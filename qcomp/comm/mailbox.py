@@ -19,26 +19,27 @@ _DIGEST = 16
 class FolderMailbox:
     """A folder or an object store in which the ranks of a `qcomp.outer.Asynchronous` loop leave files for each other.
 
-    Making one is not collective, and it has no ranks.
+    Making a mailbox is not collective, and it does not know the ranks.
 
     Parameters
     ----------
     folder : str
         A folder that all ranks see, such as one on NFS, or a URL of a store for fsspec, such as ``"s3://bucket/path"``.
-        It is created. One job has it for itself; if the job starts again, it goes on from what is there.
+        It is created. Only one job may use it; if that job starts again, it goes on from the files there.
 
     Raises
     ------
     ValueError
-        If the store cannot make an object only if there is none, in one request, or fsspec does not say that it can.
-        S3, Google Cloud Storage and folders that have hard links can.
+        If the store cannot create an object only if none exists, in one request, or fsspec does not offer that. S3,
+        Google Cloud Storage and folders that have hard links can.
     CommunicatorError
         From its methods, if the folder cannot be used.
 
     Notes
     -----
-    Each file begins with 16 bytes, the BLAKE2b digest of the rest; a file that does not fit counts as not there. In a
-    folder, a file is written beside its name, and then linked to it. A store must list what was written before.
+    Each file begins with 16 bytes, the BLAKE2b digest of the rest; a file that does not match it counts as missing. In
+    a folder, a file is written under a temporary name, and then linked to its own. A store must list all objects that
+    were written before.
 
     Examples
     --------
@@ -77,12 +78,12 @@ class FolderMailbox:
             return self._store.names(folder)
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file holds, or None if it is not there or not whole.
+        """Return a file's content, or None if the file is not there or not whole.
 
         Parameters
         ----------
         name : str
-            The name of its folder, a slash, and its own.
+            The name of the folder, a slash, and the name of the file.
         """
         with _Usable(self._place):
             found = self._store.read(name)
@@ -98,7 +99,7 @@ class FolderMailbox:
         name : str
             As for `read`.
         data : bytes
-            What it will hold.
+            The content of the file.
         """
         with _Usable(self._place):
             return self._store.create(name, _digest(data), data)

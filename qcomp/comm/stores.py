@@ -1,4 +1,4 @@
-"""Where ranks leave files for each other: a folder that all see, or an object store."""
+"""Stores where ranks leave files for each other: a folder that all see, or an object store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Store", "store_at"]
 
 
 class Store(Protocol):
-    """Where the files are."""
+    """A place that holds files."""
 
     longest_pause: float
     """Seconds between two looks for a file."""
@@ -30,7 +30,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file has, or None."""
+        """Return a file's content, or None if there is no such file."""
         ...
 
     def create(self, name: str, *parts: bytes) -> bool:
@@ -104,7 +104,7 @@ class _Folder:
 
 
 class _Objects:
-    """_Objects of a store that fsspec knows."""
+    """Objects of a store that fsspec knows."""
 
     longest_pause = 1.0
 
@@ -121,7 +121,7 @@ class _Objects:
         try:
             self._files.pipe_file(path, b"".join(parts), mode="create")
         except Exception:
-            # Stores raise errors of their own, also if a request is repeated whose answer was lost.
+            # Each store raises its own errors, also if a request is repeated because its answer was lost.
             self._files.invalidate_cache()
             if not self._files.exists(path):
                 raise
@@ -154,7 +154,7 @@ class _Objects:
             self._files.rm_file(f"{self._path}/{name}")
 
     def delete_folder(self, name: str) -> None:
-        pass  # a store has none
+        pass  # an object store has no folders
 
 
 def store_at(place: str | os.PathLike[str]) -> Store:

@@ -23,7 +23,7 @@ class AsynchronousOuterLoop:
     """Lets the steps of torch's optimizers be the inner steps of a `qcomp.outer.Asynchronous` loop.
 
     After each step of the last optimizer it counts an inner step, leaves what is due in the mailbox, and moves the
-    model with the rounds that have closed. It waits for no other rank, and a rank may be made at any time.
+    model with the rounds that have closed. It waits for no other rank, and a rank may join at any time.
 
     Parameters
     ----------
@@ -100,14 +100,14 @@ class AsynchronousOuterLoop:
         LOOPED.update(self._trained.optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled: two ranks would have one number."""
+        """Refuse to be copied or pickled: two ranks would share one number."""
         raise TypeError(
             "an AsynchronousOuterLoop cannot be copied or pickled: a process that starts again makes a new one"
         )
 
     @property
     def core_state(self) -> AsynchronousState:
-        """The state of the loop of the core; its ``version`` counts the rounds that this rank has applied."""
+        """The state of the core's loop; its ``version`` counts the rounds that this rank has applied."""
         return self._state
 
     def remove(self) -> None:
@@ -119,7 +119,7 @@ class AsynchronousOuterLoop:
             LOOPED.difference_update(self._trained.optimizers)
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
-        """Return copies of the shared parameters by name, the same on all ranks that have applied as many rounds."""
+        """Return copies of the shared parameters by name, the same on all ranks after the same number of rounds."""
         trained = self._trained
         return dict(zip(trained.names, self._loop.shared(trained.values(), self._state), strict=True))
 
@@ -131,7 +131,7 @@ class AsynchronousOuterLoop:
     @untraced
     @torch.no_grad()
     def _after(self, optimizer: Any, *_: Any) -> None:
-        """Count an inner step; send a contribution only once the state has it, so that no error makes two of one."""
+        """Count an inner step; send a contribution only once the state holds it, so that an error cannot double it."""
         if not self._calls.leave(optimizer) or optimizer is not self._trained.optimizers[-1]:
             return
         values = self._trained.values()

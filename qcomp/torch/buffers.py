@@ -1,4 +1,4 @@
-"""A model's buffers in an outer loop: what all ranks continue with, where theirs differ."""
+"""A model's buffers in an outer loop: how differing buffers become the same on all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Buffer(NamedTuple):
 
 
 def own_part(x: Any) -> Any:
-    """Return what this rank holds of a tensor, in the same memory: all of it, or its shard of a DTensor."""
+    """Return this rank's part of a tensor, in the same memory: the whole tensor, or the shard of a DTensor."""
     own = x.detach()
     return own.to_local() if hasattr(own, "to_local") else own
 
@@ -85,7 +85,7 @@ def of_first_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: 
 
 
 def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: Any) -> Stages[None]:
-    """Make buffers the same on all ranks, except those that have the same bits on all ranks.
+    """Make buffers the same on all ranks; those with the same bits on all ranks stay as they are.
 
     Call it under ``torch.no_grad()``. Nothing is written before everything has arrived.
 
@@ -101,7 +101,7 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
     Raises
     ------
     MismatchError
-        On every rank, if the ranks have other buffers, or buffers of other shapes or dtypes.
+        On every rank, if the ranks' buffers differ in name, shape or dtype.
     NonFiniteError
         On every rank, if a running mean or variance that differs between ranks is not finite on one of them.
 
@@ -116,7 +116,7 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
     rank 0.
     """
     own = {
-        # Of a copy: torch does not resize memory that NumPy has seen, as an observer does in its first forward pass.
+        # Digest a copy: torch cannot resize memory that NumPy has seen, as an observer must in its first forward pass.
         name: (f"{dtype_name(b.value.dtype)} of shape {tuple(b.value.shape)}", digest(b.value.clone()))
         for name, b in buffers.items()
     }
@@ -191,7 +191,7 @@ def _extremes(
 
 
 def _differing(held: list[dict[str, list[str]]]) -> set[str]:
-    """Return the names of the buffers that have other bits on some ranks, from what each rank has."""
+    """Return the names of the buffers whose bits differ between ranks, from the digests of all ranks."""
     names = sorted(set().union(*held))
     for name in names:
         ranks_of = defaultdict(list)
@@ -208,7 +208,7 @@ def _differing(held: list[dict[str, list[str]]]) -> set[str]:
 
 
 def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a value to a buffer, once to elements that it repeats in memory, as expand does."""
+    """Write a value to a buffer; elements that share memory, as after ``expand``, are written once."""
     for axis, step in enumerate(buffer.stride()):
         if not step:
             buffer, value = buffer.narrow(axis, 0, 1), value.narrow(axis, 0, 1)

@@ -1,4 +1,4 @@
-"""The states of torch's optimizers in an outer loop: averaged on their own periods, or made anew."""
+"""The states of torch's optimizers in an outer loop: averaged on their own periods, or reset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Written = list[tuple[Any, Any]]
 _CHOICES = ("keep", "average", "reset")
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 _COUNT = "step"
-"""The entry that counts a parameter's steps; it has the shape of a parameter of shape ()."""
+"""The entry that counts a parameter's steps; it has shape (), as a parameter might."""
 
 
 class InnerOfTorch:
@@ -62,7 +62,7 @@ class InnerOfTorch:
             )
 
     def _require_fits(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if the state of an optimizer cannot be averaged, or made anew, entry by entry."""
+        """Raise ValueError if the state of an optimizer cannot be averaged, or reset, entry by entry."""
         kind = type(optimizer).__name__
         if self._averages is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
@@ -77,7 +77,7 @@ class InnerOfTorch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """The settings that must be equal on all ranks."""
         averages = self._averages
         told: Any = averages.facts if averages else {"what": "reset" if self._resets else "keep"}
         return {"inner_state": told}
@@ -126,9 +126,9 @@ class InnerOfTorch:
                         optimizer.state.pop(self._trained.tensors[number], None)
 
     def _entries(self) -> dict[str, list[Any]]:
-        """Return the entries with a mean by name, one for each parameter, or None where an optimizer has none.
+        """Return the entries that can be averaged, by name: one for each parameter, None where an optimizer has none.
 
-        They are dense tensors of the parameter's shape. A copy of a parameter is none: it moves with the parameter.
+        They are dense tensors of the parameter's shape. A copy of a parameter is left out: it moves with the parameter.
         """
         found: dict[str, list[Any]] = {}
         for number, optimizer in enumerate(self._trained.optimizers):
@@ -145,7 +145,7 @@ class InnerOfTorch:
 
 
 def _has_mean(entry: Any, p: Any) -> bool:
-    """Return whether an entry of a state is a tensor that the ranks' own can be averaged with."""
+    """Return whether an entry of a state is a tensor that can be averaged over the ranks."""
     if not isinstance(entry, torch.Tensor) or entry.layout is not torch.strided:
         return False
     own = own_part(entry)

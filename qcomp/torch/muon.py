@@ -26,16 +26,16 @@ class Muon(AveragingOptimizer):
     """Muon for matrices with compressed gradients and updates, AdamW for all else: `qcomp.Muon` as a torch optimizer.
 
     Name the embeddings and the output head in ``others``, or put them into a group with ``others=True`` or
-    ``use_muon=False``: nothing else distinguishes them from the weights between hidden layers, and Muon suits only
-    these.
+    ``use_muon=False``: nothing else distinguishes them from the weights between hidden layers, and Muon suits only the
+    latter.
 
     Parameters
     ----------
     params : iterable of Parameter, of pairs of names and parameters, or of dict
         As for every optimizer of torch: ``model.parameters()``, ``model.named_parameters()`` or groups. Names are used
         in errors, for random draws and for ``others``; give names on all ranks, or on none. A group may have
-        ``use_muon``, as in Keller Jordan's ``MuonWithAuxAdam``: AdamW moves all tensors of a group where it is False,
-        with the group's own ``lr``, ``betas`` and ``eps``; Muon those where it is True, with ``momentum``.
+        ``use_muon``, as in Keller Jordan's ``MuonWithAuxAdam``: if it is False, AdamW moves all tensors of the group,
+        with the group's own ``lr``, ``betas`` and ``eps``; if it is True, Muon moves them, with ``momentum``.
     lr : float, default 1e-3
         Learning rate, a finite number >= 0; AdamW's is ``adam_learning_rate_factor`` times it. Each group has its
         own, which schedulers may change.
@@ -50,23 +50,24 @@ class Muon(AveragingOptimizer):
         The factor of a matrix's learning rate, as in ``torch.optim.Muon``.
     others : sequence of str, callable or bool, default ()
         The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
-        none. Each group may have its own, fixed from the first step on. Vectors and depthwise kernels are always among
-        them.
+        none. Each group may have its own, fixed from the first step on. AdamW always moves vectors and depthwise
+        kernels.
     stacks : sequence of str, default ()
         Patterns of the names of tensors whose slices along the first axis are matrices of their own, such as experts.
     splits : mapping of str to int or sequence of int, default {}
-        Patterns of the names of matrices that hold several along the axis of the outputs, such as queries, keys and
-        values, and the number of equal parts or their rows: ``{"*qkv*": 3}``. 1 says that a tensor is one matrix.
+        Patterns of the names of tensors that hold several matrices along the axis of the outputs, such as queries, keys
+        and values, each with the number of equal parts, or the rows of each part: ``{"*qkv*": 3}``. 1 says that a
+        tensor is one matrix.
     output_axis : {0, -1}, default 0
         The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional
         The largest number of rows of a matrix that are orthogonalised together. None, the default, orthogonalises whole
         matrices. Blocks of 64 to 128 rows take a fraction of the time, see `qcomp.Muon`.
     newton_schulz_steps : int, default 5
-        Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``.
+        Number of Newton-Schulz iterations, at least 1: ``ns_steps`` of ``torch.optim.Muon``.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
-        Dtype of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as
-        fast on GPUs and on CPUs that have it.
+        Dtype of the matrix products in the orthogonalisation. ``"bfloat16"``, as in ``torch.optim.Muon``, is several
+        times as fast on GPUs and on CPUs that support it.
     adam_learning_rate_factor : float, optional
         The learning rate of AdamW, as a factor of the group's. None, the default, is 1 with
         ``adjust_lr_fn="match_rms_adamw"``, or if a group has ``use_muon=False``; else 0.1.
@@ -82,7 +83,7 @@ class Muon(AveragingOptimizer):
         Returns whether a step, counted from 1, makes new whiteners, such as ``qcomp.DoublingIntervals(each=1)``: they
         cost memory, and save bits, see `qcomp.Muon`. None, the default, never whitens.
     clip_norm : float, optional
-        Largest norm sqrt(mean_i |g_i|^2) of the gradients of all ranks i. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i. None, the default, never clips.
     seed : int, default 0
         Seed of the compressors' random draws, 0 to 2**64 - 1.
     nonfinite : {"raise", "skip"}, default "raise"
@@ -92,7 +93,7 @@ class Muon(AveragingOptimizer):
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        in one backward pass need one each, as by default.
+        that share a backward pass need one each, which they get by default.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: a matrix goes to its owner when its bucket is ready, and owners
         orthogonalise while the backward pass goes on. Then a parameter that no rank used counts as having a gradient of
@@ -100,7 +101,7 @@ class Muon(AveragingOptimizer):
         model is wrapped, and `step` averages.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, an error on every rank tells that they differ.
+        If False, every rank raises an error if they differ.
 
     See `qcomp.Muon` for the algorithm, what it sends, and its source. With ``model``, owners and random draws are the
     same as without, so steps are equal too, bit for bit where the library multiplies a batch of matrices as it
@@ -193,7 +194,7 @@ class Muon(AveragingOptimizer):
 
     @staticmethod
     def _make_core(**settings: Any) -> optimizers.Muon:
-        """Return the optimizer of the core, for shards if there are some."""
+        """Return the optimizer of the core, for shards if the parameters are sharded."""
         if settings["shards"] is not None:
             return ShardedMuon(**settings)
         del settings["shards"]
@@ -227,13 +228,13 @@ class Muon(AveragingOptimizer):
 
     @staticmethod
     def _has_rates_of_adam(groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether some groups have the learning rate of AdamW itself, instead of one for a factor."""
+        """Return whether any group gives AdamW's learning rate itself, instead of one to be multiplied by a factor."""
         return any(group["use_muon"] is False for group in groups)
 
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Return the ``others`` that all groups have, or a policy that asks each tensor's group; and AdamW's factor."""
+        """Return the ``others`` of all groups, or a policy that asks each tensor's group; and AdamW's factor."""
         factor = self._adam_factor
         if factor is None and self._has_rates_of_adam(groups):
             factor = 1.0

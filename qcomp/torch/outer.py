@@ -46,8 +46,8 @@ class OuterLoop:
     """Lets the steps of torch's optimizers be the inner steps of a `qcomp.OuterLoop`.
 
     After each step of the last optimizer it counts an inner step. Where an outer round ends, it exchanges, and writes
-    the shared parameters into the model. The rest of a script stays as it is. Collective: all ranks make one, and then
-    the same number of steps.
+    the shared parameters into the model. The rest of a script stays as it is. Collective: all ranks make such a loop,
+    and then the same number of steps.
 
     Parameters
     ----------
@@ -59,22 +59,22 @@ class OuterLoop:
     loop : qcomp.OuterLoop
         The settings, for instance ``qcomp.outer.diloco(100)``.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. If a node has several
-        ranks that train data-parallel, the ranks that have the same place in each node. Models that FSDP2
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. If the ranks of each
+        node train data-parallel, pass a group of the ranks that have the same place in each node. Models that FSDP2
         shards within a node need this too: each rank exchanges its own shards.
     buffers : bool, default True
         Whether a module's dense buffers become the same on all ranks once in ``every`` steps, with the last fragment.
         Running means and variances, as in BatchNorm, become the means and variances of all ranks' data together. Ranges
-        of quantisation's observers become the range of all ranks, and histories of largest magnitudes (``amax``) their
+        of quantisation observers become the range over all ranks, and histories of largest magnitudes (``amax``) their
         maximum. All others are copied from rank 0, as under DistributedDataParallel, since not all have a useful mean:
-        a mean of unit vectors is no unit vector. With False all stay on their ranks.
+        a mean of unit vectors is no unit vector. With False no buffer is exchanged.
     inner_state : {"keep", "average", "reset"} or qcomp.outer.InnerStates, default "keep"
         What happens to the states of the inner optimizers. With ``"keep"`` they stay on their ranks. With ``"average"``
         the tensors of a parameter's shape, such as ``exp_avg``, are averaged exactly whenever the parameter is
-        exchanged; with `qcomp.outer.InnerStates` each name on a period of its own, perhaps compressed. Neither goes
-        with a ``delay``, nor with LBFGS. Counts of steps, tensors of other shapes and copies of parameters stay. With
-        ``"reset"`` a parameter's state is dropped when a result of its exchange is applied, so that the next step
-        begins as that of a new optimizer; what an optimizer keeps in its groups or attributes stays.
+        exchanged; with `qcomp.outer.InnerStates` each name has a period of its own, and may be compressed. Neither
+        works with a ``delay`` or with LBFGS. Counts of steps, tensors of other shapes and copies of parameters stay.
+        With ``"reset"`` a parameter's state is dropped when a result of its exchange is applied, so that the next step
+        begins as with a new optimizer; values in an optimizer's groups or attributes stay.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters and shared buffers when the loop is made. If False, the ranks compare
         the parameters only.
@@ -84,21 +84,21 @@ class OuterLoop:
     ValueError
         If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model``
         does not have, or has a loop already, or ``inner_state`` does not fit it or the loop; or on every rank, if the
-        model or an optimizer of qcomp averages over all these ranks in every step. A step raises it, before it moves
-        anything, if since the loop was made an optimizer has received other parameters, the model has got other
+        model or an optimizer of qcomp averages over all these ranks in every step. A step raises ValueError, before it
+        changes anything, if an optimizer has received other parameters since the loop was made, the model has got other
         tensors, or a parameter has begun to require a gradient; or, on every rank, if no optimizer has a state that is
         due.
     MismatchError
         On every rank, if the ranks differ in settings, or with ``init_sync=False`` in parameters; or from a step that
-        makes buffers equal, if they have other buffers.
+        makes buffers equal, if these differ in name, shape or dtype.
 
     Warns
     -----
     UserWarning
         On every rank, if all ranks have the same outer gradients in the first round, or gradients in the first step of
-        a warm-up; see `qcomp.OuterLoop.step`. On a rank where no parameter has a gradient in an inner step; where a
-        warm-up begins, but an optimizer has made steps before, as after a checkpoint without the loop's state; or once,
-        where an inner optimizer's state was saved, and the loop's not.
+        a warm-up; see `qcomp.OuterLoop.step`. On a single rank, if no parameter has a gradient in an inner step; if a
+        warm-up begins although an optimizer has made steps before, as after loading a checkpoint without the loop's
+        state; or once, if an inner optimizer's state was saved without the loop's.
 
     Notes
     -----
@@ -106,8 +106,8 @@ class OuterLoop:
     gradients of an optimizer's parameters are averaged before each of its steps, so all ranks make the same steps in
     the same order; a parameter that no rank has used stays without a gradient. A closure's loss is averaged, too.
 
-    A rank whose GradScaler skips a step reaches the next exchange a step of the script later, and the others wait for
-    it. So the last exchange of a job may lack a rank: use bfloat16 without a scaler.
+    A rank whose GradScaler skips a step reaches the next exchange one iteration later, and the others wait for it. So
+    the last exchange of a job may lack a rank: use bfloat16 without a scaler.
 
     Examples
     --------
@@ -185,7 +185,7 @@ class OuterLoop:
 
     @property
     def core_state(self) -> OptimizerState:
-        """The state of the loop of the core."""
+        """The state of the core's loop."""
         return self._state
 
     def remove(self) -> None:
@@ -202,7 +202,7 @@ class OuterLoop:
     def shared_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the shared parameters by name, the same on all ranks in every step.
 
-        After an outer round of one fragment without delay they are the model's own. Of a sharded model they are this
+        After an outer round of one fragment without delay they equal the model's own. For a sharded model they are this
         rank's shards.
         """
         trained = self._trained
@@ -211,8 +211,8 @@ class OuterLoop:
     def gather_states(self, to: int = 0) -> None:
         """Give one rank the loops and parameters of all, so that its `state_dict` has them until the next inner step.
 
-        For scripts and frameworks in which one rank saves for all; every rank loads that dict. Collective. The states
-        of inner optimizers and buffers stay on their ranks: in a checkpoint of one rank, all get its own.
+        For scripts and frameworks in which one rank saves for all; every rank loads that dict. Collective. Buffers and
+        the states of inner optimizers are not gathered: from a checkpoint of one rank, all ranks load that rank's.
 
         Parameters
         ----------
@@ -256,8 +256,8 @@ class OuterLoop:
         ----------
         state_dict : dict, or list of dict
             This rank's own, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or the
-            dicts of all ranks that saved, see `qcomp.OuterLoop.load_state_dict`. In the warm-up, and of an exact loop
-            at the end of an outer round, also that of any one rank.
+            dicts of all ranks that saved, see `qcomp.OuterLoop.load_state_dict`. A dict saved in the warm-up, or by an
+            exact loop at the end of an outer round, may come from any one rank.
         strict, lost
             As for `qcomp.OuterLoop.load_state_dict`.
 
@@ -338,7 +338,7 @@ class OuterLoop:
         self._drive(stages, f"gradients of optimizer {number}")
 
     def _drive(self, stages: Stages[Any], what: str) -> Any:
-        """Run a computation in stages whose exchanges tell that they belong to the next step of this loop."""
+        """Run a computation in stages, its exchanges labelled as those of this loop's next step."""
         owner = owner_of(self._loop, self._state)
         return drive(owned(stages, owner._replace(doing=f"{owner.doing}, {what},")), self._comm)
 
@@ -376,7 +376,7 @@ def _has_stepped(optimizer: Any) -> bool:
 
 
 class _InnerSaves:
-    """Notices that the states of inner optimizers are saved without their loop's.
+    """Notices when the states of inner optimizers are saved without the state of their loop.
 
     Attributes
     ----------
@@ -394,7 +394,7 @@ class _InnerSaves:
         self._has_inner = True
 
     def end_step(self, step: int) -> None:
-        """Warn once if only an inner state was saved after a step, now that the next one has been made."""
+        """Warn once, after the next inner step, if only an inner state was saved after inner step ``step``."""
         if step and self._has_inner and not self.has_own and not self._has_warned:
             self._has_warned = True
             warn_caller(
@@ -407,7 +407,7 @@ class _InnerSaves:
 
 
 class StepCalls:
-    """The calls of `step` that are running, to tell a step from a part of one.
+    """The calls of `step` that are running, to tell a whole step from a part of one.
 
     torch runs an optimizer's hooks around `step` of its class, and again where that calls `step` of the base class. A
     call that raises has no post-hook, so calls that are no longer on the stack are dropped.
@@ -417,14 +417,14 @@ class StepCalls:
         self._running: dict[int, list[FrameType]] = {}
 
     def enter(self, optimizer: Any) -> bool:
-        """Return whether the call whose pre-hook this is lies inside no other call for its optimizer."""
+        """Return whether the call that runs this pre-hook is the outermost for its optimizer."""
         calls, stack = self._on_stack(optimizer)
         calls.append(next(frame for frame in stack if frame.f_code.co_filename == _STEP_FILE))
         self._running[id(optimizer)] = calls
         return len(calls) == 1
 
     def leave(self, optimizer: Any) -> bool:
-        """Return whether the call whose post-hook this is lies inside no other call for its optimizer."""
+        """Return whether the call that runs this post-hook is the outermost for its optimizer."""
         calls, _ = self._on_stack(optimizer)
         self._running[id(optimizer)] = calls[:-1]
         return len(calls) <= 1
@@ -441,7 +441,7 @@ class StepCalls:
 
 
 def _mean_loss_stages(loss: Any, state: OptimizerState, like: Any) -> Stages[Any]:
-    """Return the mean of what closures returned, in the same bits on all ranks; this rank's if one has no number.
+    """Return the mean of all ranks' closure losses, the same bits on all; this rank's own if any is no number.
 
     An optimizer that decides by losses, such as LBFGS, otherwise decides differently on each rank.
     """

@@ -18,20 +18,21 @@ Place = tuple[int, tuple[str | int, ...]]
 """The number of an optimizer, and the keys to an entry in the state of each of its parameters."""
 
 _DEPTH = 8
-"""How deep entries may lie, so that a list which holds itself ends."""
+"""How deep entries may lie, so that a search of a list that holds itself ends."""
 
 
 class Positions:
     """Which entries of optimizers' states are positions, such as float32 copies of parameters in half precision.
 
     An optimizer moves from its copy, not from the parameter. So if an outer loop writes only into the parameter, the
-    next step undoes it. An entry is a position if it once had the values of all its parameters, rounded to their
-    precision, after these had moved: before, a fixed reference equals them too, such as the start of Prodigy. Zeros are
-    no evidence, since they equal a momentum of zero, and neither are single numbers, which may equal a count of steps.
-    Where all parameters are constant or have not moved, an entry is one only while it equals them.
+    next step undoes it. An entry is a position if its tensors once equalled all their parameters, in the lower of both
+    precisions, after these had moved: before that, a fixed reference, such as Prodigy's starting point, equals them
+    too. Zeros are no evidence, since they equal a momentum of zero, and neither are single numbers, which may equal a
+    count of steps. If all parameters are constant or have not moved, an entry counts as a position only while it equals
+    them.
 
-    Copies may also lie beside the state, as in apex: in an attribute of the optimizer whose tensors once were copies of
-    as many parameters.
+    Copies may also lie outside the state, as in apex: in an attribute of the optimizer whose tensors once were all
+    copies of different parameters.
 
     Parameters
     ----------
@@ -48,14 +49,14 @@ class Positions:
         self.forget()
 
     def begin(self, params: Sequence[Any]) -> None:
-        """Remember what parameters are before they move."""
+        """Remember the values of parameters before they move."""
         self._first = {id(p): mark_of(own_part(p)) for p in params}
 
     def _has_moved(self, p: Any) -> bool:
         return self._first.get(id(p)) != mark_of(own_part(p))
 
     def forget(self) -> None:
-        """Know only what optimizers of qcomp tell: 0/1 Adam has the parameters of the last synchronisation."""
+        """Forget all positions but those of qcomp's optimizers: 0/1 Adam keeps the last synchronised parameters."""
         self.known = {
             (number, ("anchor",))
             for number, one in enumerate(self._optimizers)
@@ -64,7 +65,7 @@ class Positions:
         self._beside = {}
 
     def note(self, *, at_start: bool = False) -> None:
-        """Learn which entries have the values of their parameters now.
+        """Learn which entries equal their parameters now.
 
         ``at_start`` says that no parameter has moved, so that a fixed reference is a copy too.
         """
@@ -85,7 +86,7 @@ class Positions:
             self._note_beside(number, optimizer, at_start=at_start)
 
     def _note_beside(self, number: int, optimizer: torch.optim.Optimizer, *, at_start: bool) -> None:
-        """Learn which attributes have only copies of parameters, each of another one."""
+        """Learn which attributes hold only copies of parameters, each of a different one."""
         for name, value in _attributes(optimizer).items():
             copies = _copies(entries(value, (name,)), optimizer)
             pairs = [(entry, p) for entry, p in copies.values()]
@@ -97,7 +98,7 @@ class Positions:
         return (number, (name,)) in self.known | self._now
 
     def move(self, p: Any, new: Any) -> None:
-        """Move the positions of a parameter by the difference to what it is now."""
+        """Move a parameter's positions by the difference between its new and its present value."""
         old, found = own_part(p), self._of(p)
         if not found or torch.equal(old, new):
             return
@@ -109,12 +110,12 @@ class Positions:
 
     @contextmanager
     def relative(self, params: Sequence[Any]) -> Iterator[None]:
-        """Have positions relative to their parameters in a context, in which states are copied.
+        """Make positions relative to their parameters within a context, for copies of the states.
 
         Raises
         ------
         ValueError
-            If some are not in the states.
+            If some positions are outside the states.
         """
         for number, keys in self._beside:
             raise ValueError(
@@ -130,7 +131,7 @@ class Positions:
                 entry.copy_(value)
 
     def place(self, params: Sequence[Any], known: Iterable[Place]) -> None:
-        """Make positions absolute in states that were copied in a `relative` context, where these were known."""
+        """Make the given positions absolute again, in states that were copied in a `relative` context."""
         self.known, self._now = set(known), set()
         self._add(params, 1)
 
@@ -169,7 +170,7 @@ def entries(state: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has beside its state; optimizers of qcomp have there what their states show."""
+    """Return an optimizer's attributes outside its state; none for qcomp's optimizers, whose states show them."""
     if isinstance(optimizer, AveragingOptimizer):
         return {}
     return {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
@@ -182,7 +183,7 @@ def _at(state: Any, keys: tuple[str | int, ...]) -> list[Any]:
 def _copies(
     held: Iterable[tuple[tuple[str | int, ...], Any]], optimizer: torch.optim.Optimizer
 ) -> dict[tuple[str | int, ...], tuple[Any, Any]]:
-    """Return tensors by their keys, each with the parameter whose values it has; nothing if one has none's."""
+    """Return tensors by their keys, each with the parameter that it equals; nothing if one equals no parameter."""
     rest = [p for group in optimizer.param_groups for p in group["params"]]
     found = {}
     for keys, entry in held:
@@ -207,7 +208,7 @@ def _in_common(entry: Any, value: Any) -> Any:
 def _evidence(pairs: list[tuple[Any, Any]]) -> bool | None:
     """Return None unless all entries equal the parameters beside them, in the lower of both precisions.
 
-    If they do, return whether any has two values; None also if all are zeros or single numbers.
+    If they do, return whether any of them has differing elements; None if all are zeros or single numbers.
     """
     found = None
     for entry, p in sorted(pairs, key=lambda pair: pair[1].numel()):

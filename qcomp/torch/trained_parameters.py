@@ -21,7 +21,7 @@ from qcomp.torch.positions import Positions, entries
 __all__ = ["Trained"]
 
 _LOOKS = 100
-"""The first inner steps after which positions are looked for, at least; the others are those that exchange."""
+"""The least number of first inner steps that look for positions; later, only steps that exchange do."""
 
 
 class Trained:
@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that the model has now: a module may have replaced those that it had."""
+        """The model's present buffers: a module may have replaced earlier ones."""
         return [] if self._model is None else list(self._model.buffers())
 
     def require_all(self) -> None:
@@ -99,10 +99,10 @@ class Trained:
                 )
 
     def look(self, every: int, *, exchanges: bool) -> None:
-        """Look at an inner step before its exchange, if there is one; warn if no parameter had a gradient.
+        """Inspect an inner step, before its exchange if it has one; warn if no parameter has a gradient.
 
         Positions are looked for before each exchange, and in the first steps: some equal their parameters only after
-        the first, or after every k-th.
+        the first step, or after every k-th.
         """
         if all(p.grad is None for p in self.tensors):
             warn_of_no_gradient("on this rank")
@@ -154,8 +154,9 @@ class Trained:
     ) -> Stages[None]:
         """Replace the gradients that optimizers use by their means, in the warm-up.
 
-        A parameter that no rank uses keeps none. A GradScaler leaves unscaling and skipping to the step of an optimizer
-        with ``fused=True``. So the scale is taken off here, and a step that overflows on any rank is skipped on all.
+        A parameter that no rank uses stays without a gradient. With ``fused=True``, a GradScaler leaves unscaling and
+        skipping to the optimizer's step. So gradients are unscaled here, and a step that overflows on any rank is
+        skipped on all.
         """
         scales = {id(p): _scale(one) for one in optimizers for g in one.param_groups for p in g["params"]}
         members = tuple(number for number, p in enumerate(self.tensors) if id(p) in scales)
@@ -171,18 +172,18 @@ class Trained:
             return
         grads = []
         for p, value, is_used in zip(tensors, values, used, strict=True):
-            # A gradient may have another dtype than its parameter, and none has none.
+            # A gradient may differ in dtype from its parameter; a missing gradient counts as zeros.
             grad = _unscaled(own_part(p.grad), scales[id(p)]) if is_used else torch.zeros_like(value)
             grads.append(grad.to(torch.promote_types(value.dtype, torch.float32)))
         means = yield from loop.average_stages(grads, take(state, members, loop.compression))
         for p, mean, is_used in zip(tensors, means, anywhere, strict=True):
             if is_used:
                 own = getattr(p, "grad_dtype", p.dtype)
-                if p.grad is None or own is None:  # None allows all, so ranks may have different ones
+                if p.grad is None or own is None:  # None allows any dtype, so ranks may differ
                     p.grad = torch.zeros_like(p, dtype=own or mean.dtype)
                 own_part(p.grad).copy_(mean)
         for one in optimizers:
-            take_off_scale(one)  # else the step would do it once more
+            take_off_scale(one)  # else the step would unscale again
 
     def buffer_stages(self, loop: CoreLoop, before: OptimizerState, after: OptimizerState) -> Stages[None]:
         """Make the buffers the same on all ranks, if the step between two states has applied the last fragment."""
@@ -200,7 +201,7 @@ def _scale(optimizer: Any) -> float:
 
 
 def _unscaled(grad: Any, scale: float) -> Any:
-    """Return a gradient without its scale, in the same memory if there is none."""
+    """Return a gradient without its scale, in the same memory if the scale is 1."""
     return grad if scale == 1 else grad / scale
 
 

@@ -54,9 +54,8 @@ class LloydMax(BucketedCompressor):
 
     Notes
     -----
-    The thresholds between levels suit a normal distribution with the mean square of the bucket. The step is
-    then the best one for the levels l that were chosen, <|v|, l> / ||l||^2, so C(v) is the projection of v onto a
-    line, and
+    The thresholds between levels suit a normal distribution with the mean square of the bucket. The step is then the
+    best one for the chosen levels l, <|v|, l> / ||l||^2, so C(v) is the projection of v onto a line, and
 
         ||C(v) - v||^2 = ||v||^2 - <|v|, l>^2 / ||l||^2 = (1 - delta(v)) ||v||^2.
 
@@ -111,12 +110,12 @@ class LloydMax(BucketedCompressor):
         return LevelCoder(plain, self.coding, len(LEVELS[self.bits]), self.bucket_size, lowest=1)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
-        """Return the layout: codes and steps, or with a coder steps, a byte that says how codes are sent, and codes."""
+        """Return the layout: codes and steps; with a coder: steps, a byte that says how codes are sent, codes."""
         return super().payload_spec(size, dtype) if self.coder is None else self.coder.payload_spec(size)
 
     @cached_property
     def traits(self) -> Traits:
-        """A contraction with the bound that is derived above, less what rounding the step costs."""
+        """A contraction with the bound derived in the class docstring, less the cost of rounding the step."""
         levels, thresholds = LEVELS[self.bits], THRESHOLDS[self.bits]
         least = levels[-1] / sqrt(self.bucket_size)
         least = min([least, *(level / t for level, t in zip(levels, thresholds, strict=False))])

@@ -28,24 +28,24 @@ class QSGD(BucketedCompressor):
     Parameters
     ----------
     levels : int
-        Number of levels s above zero: 1 to 127, or to 32767 with a coder. A code has one bit for the sign and as many
-        as s needs; 1, 7 and 127 fill 2, 4 and 8 bits.
+        Number of levels s above zero: 1 to 127, or to 32767 with a coder. A code takes one bit for the sign and as many
+        bits as s needs; with s of 1, 7 and 127 it fills 2, 4 and 8 bits.
     bucket_size : int
         Elements that share a step, a power of two from 8.
     norm : {"max", "l2"}
         The step is this norm of the bucket divided by ``levels``, rounded up to 17 significant bits, or to one bit less
-        for each bit that ``levels`` needs above 7. ``"max"`` has a much smaller variance; ``"l2"`` matches the paper's
-        theory and makes sparse codes.
+        for each bit that ``levels`` needs above 7. ``"max"`` gives a much smaller variance; ``"l2"`` matches the
+        paper's theory and makes sparse codes.
     coding : {"fixed", "elias", "range"}
         ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads are shorter if more
         levels are small: ``"elias"`` is the paper's code, ``"range"`` comes close to the entropy of up to 127 levels.
-        Larger levels that differ by less than 1/64 cost the same, however frequent each is.
+        Levels above 127 that differ by less than 1/64 cost the same, however frequent each is.
 
     Notes
     -----
-    Exactly, E ||C(v) - v||^2 = step^2 * sum_i p_i (1 - p_i), with p_i the fractional part of |v_i| / step. Sends bits +
-    32 / bucket_size bits per element, with a coder at most one byte more in total, since codes that coding would not
-    shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al., NeurIPS
+    E ||C(v) - v||^2 is exactly step^2 * sum_i p_i (1 - p_i), where p_i is the fractional part of |v_i| / step. Sends
+    bits + 32 / bucket_size bits per element, with a coder at most one byte more in total, since codes that coding would
+    not shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al., NeurIPS
     2017, section 3.1.
 
     Examples
@@ -102,7 +102,7 @@ class QSGD(BucketedCompressor):
         return LevelCoder(plain, self.coding, self.levels, self.bucket_size)
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:
-        """Return the layout: codes and steps, or with a coder steps, a byte that says how codes are sent, and codes."""
+        """Return the layout: codes and steps; with a coder: steps, a byte that says how codes are sent, codes."""
         return super().payload_spec(size, dtype) if self.coder is None else self.coder.payload_spec(size)
 
     @cached_property
@@ -165,7 +165,7 @@ class QSGD(BucketedCompressor):
 class WideQSGD(QSGD):
     """The plain compressor of a coder with more levels than payloads of fixed width may have.
 
-    It is a separate class, so that kernels for codes of up to 8 bits do not take it for a `QSGD`.
+    It is a class of its own, so that kernels for codes of up to 8 bits do not treat it as a `QSGD`.
     """
 
     _most_uncoded: ClassVar[int] = _MOST_LEVELS

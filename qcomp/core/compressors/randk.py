@@ -41,15 +41,15 @@ class RandK(Compressor):
 
     Notes
     -----
-    Exactly, E ||C(v) - v||^2 = omega ||v||^2 for every v, with omega = bucket_size / k - 1. For error feedback use
+    E ||C(v) - v||^2 is exactly omega ||v||^2 for every v, with omega = bucket_size / k - 1. For error feedback use
     ``Scaled(RandK(...))``, a contraction without the factor, with delta = k / bucket_size. Sends 40 bits for each kept
     element, its value in float32 and its number within the stratum in a byte; 48 bits if a stratum has more than 256
     elements. A tail draws from its padded length, a power of two from 8.
 
-    With fewer bits a value, omega is at most bucket_size / k * (1 + omega of the rounding) - 1. Sends ``value_bits``
-    bits for each kept element, counting at least 8 elements a bucket, 32 bits for each bucket, and 128 bits that
-    determine the draws. Source: Stich et al., NeurIPS 2018, definition 2.1, with strata instead of all subsets; the
-    probability of each element is the same.
+    With fewer bits per value, omega is at most bucket_size / k * (1 + omega of the rounding) - 1. Sends ``value_bits``
+    bits for each kept element, for at least 8 elements per bucket, 32 bits for each bucket, and 128 bits that determine
+    the draws. Source: Stich et al., NeurIPS 2018, definition 2.1, with strata instead of all subsets; the probability
+    of each element is the same.
 
     Examples
     --------
@@ -88,7 +88,7 @@ class RandK(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """Unbiased, with omega = bucket_size / k - 1, or more with fewer bits a value."""
+        """Unbiased, with omega = bucket_size / k - 1, or more with fewer bits per value."""
         of_rounding = 0.0 if self._rounding is None else self._rounding.traits.omega
         assert of_rounding is not None  # QSGD states it
         omega = self.bucket_size / self.k * (1 + of_rounding) - 1
@@ -97,7 +97,7 @@ class RandK(Compressor):
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the bytes of the numbers within strata, the low ones first, and the values.
 
-        With fewer bits a value: the codes of the values, the step of each bucket, and the stream of the draws.
+        With fewer bits per value: the codes of the values, the step of each bucket, and the stream of the draws.
         """
         if self._rounding is not None:
             codes = sum(block.rows * self._held(block).length for block in blocks(size, self.bucket_size))

@@ -19,17 +19,17 @@ _HALF = 1 << DROPPED_BITS - 1
 
 
 def kept_delta(k: int, bucket_size: int, bits: int) -> float:
-    """Return the delta of a contraction that keeps k magnitudes in this way.
+    """Return the delta of a contraction that rounds k kept magnitudes to these levels.
 
     Notes
     -----
     Let a_1 >= ... >= a_k be the kept magnitudes, and e_i the error of a_i. The captured part is sum a_i^2 - e_i^2. The
-    lost part is sum e_i^2 plus the squares of the dropped elements, at most (n - k) a_k^2. A short number is off by at
-    most 2^-4 of itself.
+    lost part is sum e_i^2 plus the squares of the dropped elements, at most (n - k) a_k^2. A short number has a
+    relative error of at most 2^-4.
 
     With up to two bits, let S = sum a_i. The errors are at most as large as with one level at the mean, so at least (1
     - 2^-8) S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j =
-    k, and k / j from there on. So delta is min(1 / k, k / n), but for the rounding.
+    k, and k / j from there on. So delta is min(1 / k, k / n), apart from the rounding.
 
     With m > 2 levels, let X = a_1 - a_k. The largest square is captured but for 2^-8 of it, and so is a_k^2 of each
     element: together at least (1 - 2^-8) (X^2 + k a_k^2). The others lose at most half a step, X / (2 (m - 1)), plus
@@ -56,7 +56,7 @@ def scales_of(magnitudes: Array, bits: int) -> tuple[Array, Array]:
             return lowest, xp.zeros_like(lowest)
         upper = present & (magnitudes >= mean[:, None])
         low, high = _mean_where(magnitudes, present & ~upper), _mean_where(magnitudes, upper)
-        # If all are equal there is one part, and rounding decides which.
+        # If all are equal, one part is empty; rounding decides which one.
         low, high = xp.where(low > 0, low, high), xp.where(high > 0, high, low)
     else:
         high = xp.max(magnitudes, axis=1)

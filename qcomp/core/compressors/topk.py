@@ -23,7 +23,7 @@ from qcomp.core.traits import Traits
 class TopK(Compressor):
     """C(v)_i = v_i for the k elements of largest magnitude in every bucket, and 0 for the others.
 
-    Among equal magnitudes the lowest index wins. With fewer than 32 bits a value, each kept element is rounded to the
+    Among equal magnitudes the lowest index wins. With fewer than 32 bits per value, each kept element is rounded to the
     nearest of a few levels of its bucket, and elements that are 0 are never kept.
 
     Parameters
@@ -34,8 +34,8 @@ class TopK(Compressor):
         Elements to choose from, a power of two from 8 to 65536.
     value_bits : int
         32 sends the values in float32. 1 to 4 round each to a sign and one of 2^(value_bits - 1) magnitudes: with 1,
-        the mean magnitude of the kept elements of its bucket; with 2, the mean of those below that mean, or of the
-        others; with 3 and 4, magnitudes evenly spaced from the smallest to the largest.
+        the mean magnitude of the kept elements of its bucket; with 2, the mean of the magnitudes below that mean, or of
+        the others; with 3 and 4, magnitudes evenly spaced from the smallest to the largest.
     coding : "fixed", optional
         For values of fewer than 32 bits: send positions in whole bytes, so that payloads have a fixed length. By
         default a coder on the host, which a compiler cannot trace, shortens them; see `qcomp.core.coding.gaps`.
@@ -44,15 +44,17 @@ class TopK(Compressor):
     -----
     With 32 bits, ||C(v) - v||^2 is exactly the squared norm of the dropped elements, at most (1 - k / bucket_size)
     ||v||^2, with equality only if all magnitudes are equal. Sends 40 bits for each kept element, its value in float32
-    and its index in a byte; 48 bits in buckets of more than 256. Source: Stich et al., NeurIPS 2018, definition 2.1.
+    and its index in a byte; 48 bits if a bucket has more than 256 elements. Source: Stich et al., NeurIPS 2018,
+    definition 2.1.
 
     With fewer bits, the rounding error of the kept elements is added. With up to 2 bits, delta is min(k / bucket_size,
     1 / k); with more, it is min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2. The
-    rounding of levels reduces delta by up to 2^-7 of it. The worst case needs one element far above k - 1 small ones;
-    on gradients, the rounding error with 2 bits is one or two percent of the squared norm of the kept elements. A
-    payload of fixed length has 1 to 3 bytes for each of k elements, an index with the value in lower bits, and 64 bits
-    a bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096; the positions alone need at
-    least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after SparseLoCo, arXiv 2508.15706.
+    rounding of levels reduces delta by a fraction of at most 2^-7. The worst case needs one element far above k - 1
+    small ones; on gradients, the rounding error with 2 bits is one or two percent of the squared norm of the kept
+    elements. A payload of fixed length has 1 to 3 bytes for each of k elements, an index with the value in the lower
+    bits, and 64 bits for each bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096;
+    the positions alone need at least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after SparseLoCo,
+    arXiv 2508.15706.
 
     Examples
     --------
@@ -104,7 +106,7 @@ class TopK(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """A contraction by k / bucket_size, or a little less with fewer bits a value."""
+        """A contraction by k / bucket_size, or a little less with fewer bits per value."""
         n = self.bucket_size
         delta = self.k / n if self.value_bits == 32 else kept_delta(self.k, n, self.value_bits)
         return Traits(n, delta=delta, keeps_zero=True, kept=self.k)
@@ -112,7 +114,7 @@ class TopK(Compressor):
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002
         """Return the layout: the bytes of the indices, the low ones first, and the values.
 
-        With fewer bits a value: the bytes of index * 2^value_bits + value, then the lowest level and the step of each
+        With fewer bits per value: the bytes of index * 2^value_bits + value, then the lowest level and the step of each
         bucket. With a coder: its bits.
         """
         if self.coder is not None:
@@ -174,7 +176,7 @@ class TopK(Compressor):
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
         """Return zeros with the values at their indices; each element searches for its index among them.
 
-        With fewer bits a value, an entry is unused if its index is not above the index of the entry before it.
+        With fewer bits per value, an entry is unused unless its index is above the index of the entry before it.
         """
         data = parts["entries"]
         xp = array_namespace(data)

@@ -1,4 +1,4 @@
-"""All facts about a compressed mean that do not depend on values, resolved once."""
+"""The layout of a compressed mean: all facts that do not depend on values, resolved once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Operands:
 
     @cached_property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """Elements in a bucket of each tensor."""
+        """The bucket size of each tensor, in elements."""
         return tuple(c.traits.bucket_size for c in self.compressors)
 
     @cached_property
@@ -132,12 +132,12 @@ class Layout:
 
     @cached_property
     def arriving_sizes(self) -> tuple[int, ...]:
-        """The bytes of each of these messages."""
+        """The bytes of each message in `arriving`."""
         return tuple(frame.nbytes for frame in self.arriving)
 
     @cached_property
     def message_sizes(self) -> tuple[int, ...]:
-        """Bytes of each chunk's message, of the longest one where the length varies."""
+        """Bytes of each chunk's message; where the length varies, of the longest one."""
         return tuple(frame.nbytes for frame in self.frames)
 
     @cached_property
@@ -151,5 +151,5 @@ class Layout:
         return tuple(([(s.size,) for s in ranges], [s.tensor for s in ranges]) for ranges in self.residuals)
 
     def frame_of(self, chunks: Sequence[Chunk]) -> tuple[Frame, ...]:
-        """Return the frame of each of some chunks."""
+        """Return the frame of each chunk."""
         return tuple(map(self.operands.frame, chunks))

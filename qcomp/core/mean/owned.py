@@ -50,20 +50,20 @@ class Rule(Protocol):
     ) -> tuple[list[Array], list[Array]]:
         """Return the update of each tensor and its new momentum, flat, from its mean and its momentum, flat.
 
-        ``tensors`` has the number of each tensor among all that are averaged.
+        ``tensors`` gives the number of each tensor among all averaged tensors.
         """
         ...
 
 
 class Dealt(NamedTuple):
-    """What a tensor's exchange owes to the other tensors of its model."""
+    """The part of a tensor's exchange that depends on the other tensors of its model."""
 
     owner: int
-    """The rank that owns it."""
+    """The rank that owns the tensor."""
     first: int
-    """The number of its first bucket in the draws of workers."""
+    """The number of its first bucket in the workers' random draws."""
     answer: int
-    """The same in the draws of owners."""
+    """The same in the owners' random draws."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class OwnedMean(SeparableMean):
     repaid : float, default 1
         The fraction of its residual that a worker adds to its next tensors, above 0 and at most 1.
     dealt : sequence of Dealt
-        The place of each tensor; by default those in a model of these tensors alone. See `SeparableMean`.
+        The place of each tensor; by default, its place in a model of only these tensors. See `SeparableMean`.
 
     Notes
     -----
-    Feedback works in both directions: the means of T steps add up to the sum of the exact means minus mean_i e_i, and
-    the decoded updates add up to the sum of the rule's updates minus e_s. A worker keeps r_i = repaid * e_i, and sends
-    q_i = C(x_i + r_i); then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
+    Feedback works in both directions: over T steps, the means add up to the sum of the exact means minus mean_i e_i,
+    and the decoded updates add up to the sum of the rule's updates minus e_s. A worker keeps r_i = repaid * e_i, and
+    sends q_i = C(x_i + r_i); then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).
 
     With a whitener W for each tensor (`Terms`), a worker sends q_i = C(W x_i + r_i), and the owner makes its update
     from W^-1 mean_i q_i. If the singular values of x_i differ, this makes the errors of q_i smaller in the directions
@@ -135,7 +135,7 @@ class OwnedMean(SeparableMean):
 
     @cached_property
     def resolved(self) -> "Owners":
-        """Two phases around the rule."""
+        """The topology: two phases, with the rule between them."""
         return Owners(self.updates, self.rule, self.repaid, self.dealt)
 
     def places(self, shapes: Sequence[Shape], size: int) -> tuple[Dealt, ...]:
@@ -150,18 +150,18 @@ class OwnedMean(SeparableMean):
         return tuple(found.get(tensor, Dealt(0, 0, 0)) for tensor in range(len(shapes)))
 
     def numbered(self, places: tuple[Dealt, ...]) -> Self:
-        """Return this mean with tensors dealt so; see `SeparableMean.numbered`."""
+        """Return this mean for tensors at these places; see `SeparableMean.numbered`."""
         return self._like(places, dealt=places)
 
     @staticmethod
     def join(states: Sequence[MeanState]) -> MeanState:
-        """Return the joint state of several tensors, of which each has a momentum and a residual on its owner."""
+        """Return the joint state of several tensors, each of which has a momentum and a residual on its owner."""
         owned = [state.server for state in states if state.server]
         momenta, residuals = ([each[kind] for each in owned] for kind in (0, 1))
         return SeparableMean.join(states)._replace(server=(*momenta, *residuals))
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of the message to each owner, and of the message from each; float32.
+        """Return the bytes of the message to each owner, and of the message from each, if tensors are float32.
 
         Parameters
         ----------
@@ -173,7 +173,7 @@ class OwnedMean(SeparableMean):
         return layout.message_sizes, self.resolved.answers(layout).message_sizes
 
     def work(self, shapes: Sequence[Shape], size: int) -> list[int]:
-        """Return the cost of the work of each owner, in the unit of the rule."""
+        """Return the cost of each owner's work, in the unit of the rule."""
         chunks = self.layout(shapes, rank=0, size=size).chunks
         return [sum(self.rule.cost(s.tensor, shapes[s.tensor]) for s in chunk) for chunk in chunks]
 
@@ -194,18 +194,18 @@ class OwnedLayout(Layout):
 
     @cached_property
     def answers(self) -> tuple[Frame, ...]:
-        """The frame of each message with updates of the tensors that this rank owns, by these tensors."""
+        """The frame of this rank's message with updates, by the tensors that it owns."""
         return (self.updates.own.as_tensors,)
 
     @cached_property
     def residual_shapes(self) -> tuple[tuple[list[tuple[int]], list[int]], ...]:
-        """As in `Layout`; a server keeps momenta and as many residuals."""
+        """As in `Layout`; a server keeps a momentum and a residual for each tensor."""
         worker, (shapes, tensors) = super().residual_shapes
         return worker, (2 * shapes, 2 * tensors)
 
 
 class Owners(TwoPhase):
-    """Two phases in which a chunk has whole tensors, and servers send updates instead of means; see `OwnedMean`.
+    """Two phases in which a chunk holds whole tensors, and servers send updates instead of means; see `OwnedMean`.
 
     ``server`` holds the momentum of each tensor that this rank owns, then the residual of each tensor's update.
     """
@@ -213,7 +213,7 @@ class Owners(TwoPhase):
     allows_rounds = False
     blends = False
     shortens = True
-    """Whether a rank that is alone skips exchanges that lose nothing."""
+    """Whether a single rank skips exchanges if compression loses nothing."""
 
     def __init__(self, updates: Compressor, rule: Rule, repaid: float, dealt: Sequence[Dealt] = ()) -> None:
         self._compressor = updates
@@ -241,11 +241,11 @@ class Owners(TwoPhase):
         return averaged._replace(worker=tuple(kept))
 
     def exchange(self, call: Call) -> Stages[Averaged]:
-        """Do the same with the whole residual of a worker."""
+        """Do what `stages` does, but let a worker keep its whole residual."""
         return super().stages(call)
 
     def _alone(self, call: Call) -> Stages[Averaged]:
-        """Return the result of the exchanges of the only rank with itself, if compression loses nothing."""
+        """Return the result on a single rank, whose exchanges with itself are skipped if compression loses nothing."""
         operands, owned = call.layout.operands, [segment.tensor for segment in call.layout.own.chunk]
         momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
         of_rank = yield from alone(call.values, operands.compressors[0].spec, shares=True)
@@ -311,12 +311,12 @@ class Owners(TwoPhase):
         compressors: Sequence[Compressor],  # noqa: ARG002 - for shards
         momenta: Sequence[Array],  # noqa: ARG002
     ) -> Sequence[Array]:
-        """Return the mean of each tensor that this rank owns, with their compressors and momenta at hand."""
+        """Return the mean of each tensor that this rank owns; subclasses also use the compressors and momenta."""
         return codec.average(opened)
 
 
 def _chunks(sizes: Sequence[int], places: Sequence[tuple[int, int]], count: int) -> Chunks:
-    """Return the chunks of tensors with these owners and first buckets."""
+    """Return the chunks of tensors, given the owner and the first bucket of each."""
     chunks: list[list[Segment]] = [[] for _ in range(count)]
     for tensor, (size, (owner, first)) in enumerate(zip(sizes, places, strict=True)):
         if size:

@@ -1,4 +1,4 @@
-"""Means of tensors in shards: `ShardedMean`, whose owners send back an update, and `ExactShards`, over replicas."""
+"""Means of sharded tensors: `ShardedMean`, whose owners send back updates, and `ExactShards`, exact over replicas."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -38,11 +38,11 @@ __all__ = ["ExactShards", "ShardedMean"]
 
 @dataclass(frozen=True)
 class ShardedMean(OwnedMean):
-    """Updates of tensors of which each rank has a shard, with one owner each; used like `OwnedMean`.
+    """Updates of sharded tensors, with one owner for each tensor; used like `OwnedMean`.
 
     A rank passes its shards, flat. It sends each to the owner of the tensor, who averages the shards that several
-    replicas have sent, joins them, and makes an update from the whole mean and from a momentum that only it has. It
-    compresses the update, and sends each rank its shard of it.
+    replicas have sent, joins them, and makes an update from the whole mean and from a momentum that only it has. The
+    owner compresses the update, and sends each rank its shard of the update.
 
     Parameters
     ----------
@@ -56,11 +56,11 @@ class ShardedMean(OwnedMean):
 
     Notes
     -----
-    The mean of an element is the mean over the ranks that send it: all that hold it, or one of them if their values
-    are equal already (``Sharding.averaged``). Feedback as in `OwnedMean`: of each element, the means of T steps add up
-    to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i for the shards that
-    it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner keeps for the whole
-    tensor.
+    The mean of an element is the mean over the ranks that send it: all that hold it, or one of them if their values are
+    equal already (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element, the means of T steps add
+    up to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i for the shards
+    that it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner keeps for the
+    whole tensor.
 
     With b bytes in the payload of all tensors, c bytes in the payload of all updates, and N ranks without replicas,
     each rank sends (N - 1) / N^2 * (b + c) bytes. With R replicas of S shards, it sends about b / S + c / S bytes, or
@@ -97,11 +97,11 @@ class ShardedMean(OwnedMean):
         return layout.message_sizes, tuple(frame.nbytes for frame in layout.answers_arriving)
 
     def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
-        """Return what the ranks must agree on, which are whole shapes and who holds what of them."""
+        """Return the facts on which ranks must agree: the shapes of whole tensors, and which rank holds which part."""
         return {**super().facts(tensors), "shapes": list(self.own.shapes), "sharding": str(self.sharding)}
 
     def starts(self, rank: int) -> tuple[int, ...]:
-        """Return the first element of a rank's part of each parameter."""
+        """Return the index of the first element in a rank's part of each parameter."""
         return tuple(self.sharding.part(tensor, rank)[0] for tensor in range(len(self.sharding.shapes)))
 
     def layout(
@@ -119,20 +119,20 @@ class ShardedMean(OwnedMean):
 
 @dataclass(frozen=True, eq=False)
 class _ShardLayout(OwnedLayout):
-    """The layout of the messages with shards; ``residuals.worker`` has the part of each tensor that this rank sends."""
+    """The layout of messages with shards; ``residuals.worker`` gives the part of each tensor that this rank sends."""
 
     sharding: Sharding
 
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
-        """The frame of this rank's message to each owner, by its own shards."""
+        """The frame of this rank's message to each owner, as ranges of this rank's own shards."""
         return tuple(
             self._frame(self.operands, self._sent(self.rank, owner), _as_shard) for owner in range(self.world)
         )
 
     @cached_property
     def arriving(self) -> tuple[Frame, ...]:
-        """The frame of each rank's message to this rank, by the tensors that this rank owns."""
+        """The frame of each rank's message to this rank, numbered by the tensors that this rank owns."""
         return tuple(
             self._frame(self.operands, self._sent(rank, self.rank), self._as_owned)
             for rank in range(self.world)
@@ -140,7 +140,7 @@ class _ShardLayout(OwnedLayout):
 
     @cached_property
     def answers(self) -> tuple[Frame, ...]:
-        """The frame of this rank's updates for each shard, by the tensors that this rank owns."""
+        """The frame of this rank's updates for each shard, numbered by the tensors that this rank owns."""
         return tuple(
             self._frame(self.updates.operands, self._answered(self.rank, shard), self._as_owned)
             for shard in range(self.sharding.shards)
@@ -148,7 +148,7 @@ class _ShardLayout(OwnedLayout):
 
     @cached_property
     def answers_arriving(self) -> tuple[Frame, ...]:
-        """The frame of each owner's message to this rank, by this rank's own shards."""
+        """The frame of each owner's message to this rank, as ranges of this rank's own shards."""
         _, shard = self.sharding.places[self.rank]
         return tuple(
             self._frame(self.updates.operands, self._answered(owner, shard), _as_shard)
@@ -161,7 +161,7 @@ class _ShardLayout(OwnedLayout):
         return _parts(self._cells, self.chunks[owner], shard) if self.sharding.sends(rank, owner) else ()
 
     def _answered(self, owner: int, shard: int) -> Chunk:
-        """Return the parts of an owner's tensors that are in a shard."""
+        """Return the parts of an owner's tensors that lie in a shard."""
         return _parts(self._cells_of_updates, self.chunks[owner], shard)
 
     @cached_property
@@ -191,7 +191,7 @@ def _as_shard(cell: Segment) -> Segment:
 
 
 def _cells(operands: Operands, sharding: Sharding) -> dict[tuple[int, int], Segment]:
-    """Return the parts of all tensors that are not empty, by tensor and shard; no two share the draws of a bucket."""
+    """Return the nonempty parts of all tensors, by tensor and shard; no two parts share the draws of a bucket."""
     bounds = [sharding.bounds(tensor) for tensor in range(len(operands.sizes))]
     sizes = [stop - start for of_tensor in bounds for start, stop in pairwise(of_tensor)]
     lengths = [size for size in operands.bucket_sizes for _ in range(sharding.shards)]
@@ -205,7 +205,7 @@ def _cells(operands: Operands, sharding: Sharding) -> dict[tuple[int, int], Segm
 
 
 def _parts(cells: dict[tuple[int, int], Segment], owned: Chunk, shard: int) -> Chunk:
-    """Return the parts of some tensors that are in a shard, without empty ones."""
+    """Return the nonempty parts of some tensors that lie in a shard."""
     return tuple(cells[s.tensor, shard] for s in owned if (s.tensor, shard) in cells)
 
 
@@ -217,7 +217,7 @@ class _ShardOwners(Owners):
         self._sharding = sharding
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Give every tensor to an owner, and note which parts of it this rank sends there."""
+        """Give every tensor to an owner, and note which part of it this rank sends to the owner."""
         layout: Any = super().lay_out(operands, chunks)
         owners = {segment.tensor: owner for owner, chunk in enumerate(layout.chunks) for segment in chunk}
         parts = []
@@ -229,7 +229,7 @@ class _ShardOwners(Owners):
         return _ShardLayout(operands, layout.chunks, residuals, layout.updates, self._sharding)
 
     def exchange(self, call: Call) -> Stages[Averaged]:
-        """Send each shard to its owner, and the shards of updates to all that hold them."""
+        """Send each shard to the tensor's owner, and each shard of an update to all ranks that hold that shard."""
         layout: Any = call.layout
         codec, kept = self.codec(call.values), layout.residuals.worker
         values = (
@@ -278,9 +278,9 @@ def _joined(
 class ExactShards(CompressedMean):
     """The exact mean of each shard over the replicas; used like `CompressedMean`.
 
-    Without replicas, or if their values are averaged already, shards are their own means, and a rank sends one byte
-    to all others: whether its values are finite. Else it also sends 2 (R - 1) / R * 32 bits per element of its shards,
-    to the R - 1 ranks that hold the same.
+    Without replicas, or if their values are averaged already, shards are their own means, and a rank sends one byte to
+    all others: whether its values are finite. Else it also sends 2 (R - 1) / R * 32 bits per element of its shards, to
+    the R - 1 other ranks that hold the same shards.
 
     Parameters
     ----------
@@ -291,7 +291,7 @@ class ExactShards(CompressedMean):
     sharding: Sharding = field(kw_only=True)
 
     def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
-        """Return the one round of a call."""
+        """Return a computation of a single round."""
         holders = self.sharding.holders(state.rank)
         apart = not self.sharding.averaged and len(holders) > 1
 
@@ -325,7 +325,7 @@ def _require_finite(values: Sequence[Array], state: MeanState) -> Stages[Any]:
 
 
 def _among(stages: Stages[Any], ranks: Sequence[int], world: int) -> Stages[Any]:
-    """Run a computation among some ranks over a whole world, whose other ranks run theirs at the same time."""
+    """Run a computation among some ranks with exchanges of all; the other ranks run theirs at the same time."""
 
     def ask(request: Exchange) -> Stages[Sequence[Array]]:
         send = request.send if isinstance(request, AllToAll) else (request.send,) * len(ranks)

@@ -15,9 +15,9 @@ __all__ = ["SeparableMean", "TensorwiseMean"]
 
 
 class SeparableMean(CompressedMean, ABC):
-    """A mean whose tensors can be exchanged in any groups, with the bits of an exchange of all at once.
+    """A mean whose tensors can be exchanged in any groups, with the same bits as in one exchange of all.
 
-    What a tensor's exchange owes to the other tensors of the model is its place.
+    A tensor's place is the part of its exchange that depends on the other tensors of the model.
     """
 
     @abstractmethod
@@ -57,7 +57,7 @@ class SeparableMean(CompressedMean, ABC):
 class TensorwiseMean(SeparableMean):
     """A `CompressedMean` that cuts every tensor separately into chunks.
 
-    A tensor's residuals and mean then do not depend on the tensors that are exchanged with it. So the groups of tensors
+    So a tensor's residuals and mean do not depend on the tensors that are exchanged with it, and the groups of tensors
     may change from step to step, as a backward pass delivers them.
 
     Parameters
@@ -66,7 +66,7 @@ class TensorwiseMean(SeparableMean):
         See `CompressedMean`.
     numbers : sequence of int
         The number of each tensor's first bucket, which is part of the key of its draws; see `bucket_numbers`. By
-        default the numbers in a model of these tensors alone.
+        default, the numbers in a model of only these tensors.
 
     Notes
     -----
@@ -100,7 +100,7 @@ class TensorwiseMean(SeparableMean):
         return partial(cut_each, numbers=self.numbers or self.bucket_numbers(shapes))
 
     def places(self, shapes: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...]:  # noqa: ARG002
-        """Return the number of the first bucket of each tensor; see `SeparableMean.places`."""
+        """Return the number of each tensor's first bucket; see `SeparableMean.places`."""
         return self.bucket_numbers(shapes)
 
     def numbered(self, places: tuple[int, ...]) -> Self:

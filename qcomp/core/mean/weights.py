@@ -36,8 +36,8 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
         This rank's values, such as gradients; not written to. With a weight of 0 they count as zeros, even if they are
         not finite, as the mean loss of no tokens is.
     weight : float
-        How much they count in this step, such as the number of this rank's valid tokens: finite and >= 0. It may differ
-        between ranks and between steps.
+        How much the values count in this step, such as the number of this rank's valid tokens: finite and >= 0. Weights
+        may differ between ranks and between steps.
     comm : Communicator
         Sends 8 bytes to every other rank.
 
@@ -52,7 +52,7 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
     ValueError
         On every rank, if the weight of any rank is not a finite number >= 0, or all are 0.
     MismatchError
-        On every rank, if some do something else meanwhile, such as a step without a weight.
+        On every rank, if some ranks make another call instead, such as a step without a weight.
 
     Notes
     -----
@@ -107,7 +107,7 @@ def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
 
 
 def factor_of(own: float, weights: Sequence[float]) -> float:
-    """Return the factor of a weight; exactly 1 if all are equal."""
+    """Return the factor of this rank's weight; exactly 1 if all weights are equal."""
     largest = max(weights)
     if not largest:
         raise ValueError(

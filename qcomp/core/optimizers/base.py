@@ -25,7 +25,7 @@ from qcomp.core.state import OptimizerState
 __all__ = ["Optimizer", "require_rank"]
 
 _LOOKED_AT = frozenset(10**power for power in range(2, 8))
-"""The numbers of the steps that look whether parameters in half precision move."""
+"""The numbers of the steps that check whether parameters in half precision move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Optimizer(Replica[OptimizerState]):
     compares_gradients = True
     """Whether a first step warns if all ranks have the same gradients."""
     two_gradients = ""
-    """Why a step takes two gradients, as an error says it; empty if it takes one."""
+    """Why a step takes two gradients, in the words of an error; empty if it takes one."""
     mixes_elements = False
     """Whether the update of an element depends on the gradients of others, except where whole slices are 0."""
 
@@ -139,7 +139,7 @@ class Optimizer(Replica[OptimizerState]):
         """
 
     def counts(self, state: OptimizerState) -> Mapping[str, float]:
-        """Return what each tensor counts for itself, by name; a tensor that no rank uses in a step does not count it.
+        """Return the counts that are kept per tensor, by name; they leave out steps in which no rank uses the tensor.
 
         Parameters
         ----------
@@ -192,7 +192,7 @@ class Optimizer(Replica[OptimizerState]):
         return new_params, self.advance(new_state, state)
 
     def _apply_rounded(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Return what `apply` makes of `widened` parameters, with parameters that are `rounded`."""
+        """Return the result of `apply` on `widened` parameters, with the new parameters `rounded`."""
         from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round so
 
         tensors = as_tensors(params, "params")
@@ -219,22 +219,23 @@ class Optimizer(Replica[OptimizerState]):
         state : OptimizerState
             From `init` or the last step.
         comm : Communicator
-            The one that `init` saw, or another of the same rank and size.
+            The communicator passed to `init`, or another with the same rank and size.
         donate : bool
             Whether the new parameters and moments may take the buffers of the old ones, which saves memory and time.
-            Then only the returned arrays are valid, and anything that shares memory with the old ones, such as a dict
-            of `state_dict`, changes. No two of the arrays may share memory. Buffers are reused only where there are
-            kernels, and only once the exchange has succeeded: if it raises, nothing has changed. If a freeze rule
-            raises, or a warning is an error, the old values are already gone.
+            Then only the returned arrays are valid, and anything that shares memory with the old ones changes, such as
+            a dict from `state_dict`. No two of the arrays may share memory. Buffers are reused only where there are
+            kernels, and only once the exchange has succeeded: if the exchange raises, nothing has changed. If a freeze
+            rule raises, or a warning is an error, the old values are already gone.
         weight : float, optional
-            How much this rank's gradients count in this step, such as its number of valid tokens; see `weighted`. All
-            ranks pass one, or none: then all count alike. ``clip_norm`` clips the weighted gradients.
+            How much this rank's gradients count in this step, such as its number of valid tokens; see `weighted`.
+            Either all ranks pass a weight, or none does, and all count alike. ``clip_norm`` clips the weighted
+            gradients.
 
         Returns
         -------
         params : array or list of arrays
-            New arrays, or donated ones, the same on all ranks bit for bit. A skipped step may return those that
-            it was given.
+            New arrays, or donated ones, the same on all ranks bit for bit. A skipped step may return the arrays that it
+            was given.
         state : OptimizerState
 
         Raises
@@ -248,8 +249,8 @@ class Optimizer(Replica[OptimizerState]):
         -----
         UserWarning
             On every rank, if all ranks have the same gradients in the first step. The check sends 4 bytes to all
-            others. Or if that step moves slices or many elements whose gradients are 0 on all ranks, because the
-            compressor has no 0; this sends a bit for each slice along the first and the last axis, and a sample.
+            others. Or, if the first step moves slices or many elements whose gradients are 0 on all ranks, because the
+            compressor has no 0; this check sends a bit for each slice along the first and the last axis, and a sample.
         """
         require_rank(state, comm)
         if weight is not None:
@@ -278,8 +279,8 @@ class Optimizer(Replica[OptimizerState]):
         donate : bool
             As for `step`.
         left_out : collection of int
-            The parameters that stay as they are, because no rank has a gradient of them. Read when the exchange has
-            ended, so that the caller may learn it beside the exchange.
+            The parameters that stay as they are, because no rank has a gradient of them. Read only when the exchange
+            has ended, so that the caller may find them during the exchange.
         """
         stages = self._stages(params, grads, state, donate=donate, left_out=left_out)
         return owned(stages, owner_of(self, state))
@@ -288,7 +289,7 @@ class Optimizer(Replica[OptimizerState]):
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool, left_out: Collection[int]
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
-        if donate and not state.step:  # afterwards they are its own results
+        if donate and not state.step:  # later parameters are results of steps
             require_apart(params, "params")
         self.require_own(tensors, state)
         gradients = as_gradients(grads, tensors, state.names)
@@ -316,9 +317,9 @@ class Optimizer(Replica[OptimizerState]):
         return as_given(new_params, params), new_state
 
     def may_move_zeros(self, state: OptimizerState) -> bool:
-        """Return whether the next step is the first compressed one, and may move elements without a gradient.
+        """Return whether the next step is the first of all, is compressed, and may move elements without a gradient.
 
-        With a variance that was measured before, elements without one are masked.
+        If a warm-up has measured the variance, elements with a variance of 0 are masked.
 
         Parameters
         ----------
@@ -329,7 +330,7 @@ class Optimizer(Replica[OptimizerState]):
         return begins and not keeps_zeros(self.mean_of(state))
 
     def require_own(self, params: Sequence[Array], state: OptimizerState) -> None:
-        """Raise ValueError unless parameters have the number and the shapes of those that a state was made for.
+        """Raise ValueError unless parameters match, in number and shapes, those that a state was made for.
 
         Parameters
         ----------
@@ -367,8 +368,8 @@ class Optimizer(Replica[OptimizerState]):
         """Return a state as a flat dict of named arrays and scalars, for `numpy.savez`, `torch.save` and the like.
 
         Parameters are named as in `init`. Residuals differ between ranks, so every rank must save its own dict. The
-        entry "digests" has a SHA-256 digest of every other, which loading compares; take it out of a dict that you
-        change on purpose.
+        entry "digests" holds a SHA-256 digest of every other entry, which loading verifies; remove it if you change a
+        dict on purpose.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What a step averages over the ranks, and how: exact and compressed tensors, in the same messages."""
+"""The averages that a step needs, and how they are made: exact and compressed tensors share messages."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -55,7 +55,7 @@ class Means(NamedTuple):
 
 
 class Average(NamedTuple):
-    """What a step must average over the ranks, and how: the exact tensors and the compressed ones."""
+    """The averages over the ranks that a step needs, and how to make them: of exact and of compressed tensors."""
 
     parts: tuple[AveragePart, ...]
     exchange: MeanState
@@ -104,7 +104,7 @@ def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[l
 
 @dataclass(frozen=True)
 class Compressing:
-    """What an optimizer compresses, and how; it makes the `Average` of a step.
+    """The choice of what an optimizer compresses, and how; it makes the `Average` of a step.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ from qcomp.core.variance.schedules import Schedule, require_schedule
 __all__ = ["MatrixCompression", "Muon"]
 
 _AT_ONCE = 1 << 20
-"""Elements of the blocks that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
+"""Elements that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 _JOINED = 1 << 17
 """The same for blocks of several matrices: copying larger ones takes longer than it saves."""
 
@@ -69,7 +69,7 @@ class Muon(Optimizer):
         ``"match_rms_adamw"``.
     weight_decay : float, default 0
         Decoupled weight decay coefficient, >= 0: each step subtracts rate * weight_decay * x from the parameters x,
-        with the learning rate of the tensor before its shape factor.
+        where rate is the tensor's learning rate without its shape factor.
     clip_norm : float, optional
         Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
         by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
@@ -95,19 +95,19 @@ class Muon(Optimizer):
     others : sequence of str, or callable, default ()
         The matrices that AdamW moves: patterns of their names, with ``*``, ``?`` and ``[...]`` as in file names, such
         as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
-        `Tensor` of the model whether AdamW moves it. Always among them are tensors with fewer than two dimensions, or
-        with one row or one column, and the kernels of depthwise convolutions.
+        `Tensor` of the model whether AdamW moves it. AdamW always moves tensors with fewer than two dimensions, or with
+        one row or one column, and the kernels of depthwise convolutions.
     stacks : sequence of str, default ()
         Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that
         are scanned: each slice along the first axis is a matrix of its own. Each must match a tensor that Muon
         orthogonalises. Slices that are vectors are moved by AdamW.
     splits : mapping of str to int or sequence of int, default {}
-        Patterns of the names of matrices that hold several, such as queries, keys and values: for each pattern the
-        number of equal parts, or the rows of each part, which follow each other along the axis of the outputs. Each
-        part is a matrix of its own. The first pattern that matches counts, and each must match a tensor that Muon
-        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings about its shape and name. Some
-        models store queries, keys and values head by head: then 3 times the number of heads makes a part of the
-        queries, keys or values of each head.
+        Patterns of the names of tensors that hold several matrices side by side, such as queries, keys and values. Each
+        pattern maps to the number of equal parts along the axis of the outputs, or to the rows of each part. Each part
+        is a matrix of its own. The first pattern that matches counts, and each must match a tensor that Muon
+        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings about its shape and name. If a
+        model stores queries, keys and values head by head, give 3 times the number of heads: each part then holds the
+        queries, keys or values of one head.
     momentum : float, default 0.95
         Decay rate of the momentum of the matrices, from 0 to below 1.
     nesterov : bool, default True
@@ -125,11 +125,11 @@ class Muon(Optimizer):
         Blocks of 64 to 128 rows take a fraction of the time. In a short training run, a step with blocks learned about
         as much as one with whole matrices at first, and less at the end.
     newton_schulz_steps : int, default 5
-        Iterations that orthogonalise, at least 1: ``ns_steps`` of ``torch.optim.Muon``. With short blocks 3
-        are enough, as they have few small singular values; whole matrices learn less with 3.
+        Number of Newton-Schulz iterations, at least 1: ``ns_steps`` of ``torch.optim.Muon``. For short blocks 3 are
+        enough, as these have few small singular values; whole matrices learn less with 3.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
-        Dtype of the matrix products that orthogonalise. ``"bfloat16"``, as in ``torch.optim.Muon``, is several times as
-        fast on GPUs and on CPUs that have it, and needs arrays of torch or JAX.
+        Dtype of the matrix products in the orthogonalisation. ``"bfloat16"``, as in ``torch.optim.Muon``, is several
+        times as fast on GPUs and on CPUs that support it, and needs arrays of torch or JAX.
     adam_learning_rate_factor : float, optional
         The learning rate of AdamW, as a factor of ``learning_rate``, >= 0. None, the default, is 0.1 with
         ``adjust_lr_fn="original"`` and 1 with ``"match_rms_adamw"``.
@@ -141,9 +141,9 @@ class Muon(Optimizer):
     Notes
     -----
     A matrix is a tensor of two or more dimensions: ``output_axis`` is the rows, all other axes together are the
-    columns, so that convolution kernels are matrices of (out, rest). In a stack this holds for each slice. Parts, like
-    the blocks of ``block_rows``, differ from tensors of their own in three things only: compressors, owners and
-    whiteners see the whole tensor. Its owner computes, with D the compressed mean gradient,
+    columns, so that convolution kernels are matrices of (out, rest). In a stack this holds for each slice. Parts, and
+    the blocks of ``block_rows``, differ from separate tensors in only three ways: compressors, owners and whiteners see
+    the whole tensor. Its owner computes, with D the compressed mean gradient,
 
         m' = momentum m + (1 - momentum) D,  u = momentum m' + (1 - momentum) D  (u = m' without Nesterov),
         O = orthogonalize(u),  q = C(factor O + e),  e' = factor O + e - q,
@@ -155,13 +155,13 @@ class Muon(Optimizer):
     less noise in u. Nothing is lost, since the other half stays in the residual. Without Nesterov momentum it adds all
     of it.
 
-    Orthogonalising lifts small singular values of u to the size of large ones, and also the compression errors in their
-    directions. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner computes D = W^-1
-    mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors are small where they
-    are lifted most: training with W and 2 bits for gradients learned about as much as with 4 bits without W. The owner
-    makes W from its momentum in some steps, and all ranks hold it. For a matrix of n times m elements, n <= m, W costs
-    a state of n^2 numbers, n^2 m multiplications in every step, and (N - 1) / N * 8 n^2 bits from each rank in those
-    steps.
+    Orthogonalising lifts small singular values of u to the size of large ones, and amplifies the compression errors
+    in their directions, too. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner
+    computes D = W^-1 mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors
+    are small where they are lifted most: training with W and 2 bits for gradients learned about as much as with 4
+    bits without W. The owner makes W from its momentum in some steps, and all ranks hold it. For a matrix of n times
+    m elements, n <= m, W costs a state of n^2 numbers, n^2 m multiplications in every step, and (N - 1) / N * 8 n^2
+    bits from each rank in those steps.
 
     Only the owner has m and e, and only it orthogonalises. Matrices are distributed among the ranks by the cost of
     orthogonalising them, so a matrix that is larger than a rank's share keeps one rank busy while others wait. All
@@ -317,7 +317,7 @@ class Muon(Optimizer):
         return exact
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
-        """Return a saved state with the first whiteners, if it was saved without any."""
+        """Return a saved state, with initial whiteners if it was saved without any."""
         keys = [f"{WHITENER}.{name}" for name in fresh.names]
         if WHITENER not in fresh.arrays or not saved.keys().isdisjoint(keys):
             return saved
@@ -428,7 +428,7 @@ class MatrixCompression(Compressing):
 
     @cached_property
     def _known(self) -> dict[Any, OwnedMean]:
-        """The means that `mean_of` has returned, which keep their layouts."""
+        """The means that `mean_of` has returned, cached because they keep their layouts."""
         return {}
 
     def mean_of(self, state: OptimizerState) -> OwnedMean:
@@ -447,7 +447,7 @@ class MatrixCompression(Compressing):
 
 
 class _Blocks(NamedTuple):
-    """Consecutive blocks of a tensor, whose rows of all slices follow each other."""
+    """Consecutive blocks of a tensor; the rows of all its slices are numbered in order."""
 
     tensor: int
     """The index of the tensor."""
@@ -459,7 +459,7 @@ class _Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rule:
-    """What the owner of a matrix computes; see `Muon`."""
+    """The computation of a matrix's owner; see `Muon`."""
 
     momentum: float
     nesterov: bool
@@ -472,7 +472,7 @@ class _Rule:
     """How each tensor is cut into matrices; empty if each is one matrix."""
 
     def cost(self, tensor: int, shape: Shape) -> int:
-        """Return the multiplications in `orthogonalize`."""
+        """Return the number of multiplications in `orthogonalize`."""
         form = self._form(tensor)
         _, _, columns = form.sides(shape)
         return sum(
@@ -494,7 +494,7 @@ class _Rule:
 
         @cache
         def ahead(tensor: int) -> Array:
-            """Blend only when the result is needed, so that it is still in the caches."""
+            """Return the blended momentum, made only when it is needed, so that it is still in the caches."""
             m, mean = momenta[tensor], means[tensor]
             if self.nesterov:
                 blended[tensor], found = primitives.nesterov(m, mean, self.momentum)
@@ -544,7 +544,7 @@ class _Rule:
                     stop = start + blocks.number
                     own = flat(blocks.tensor)
                     part = array_namespace(done).reshape(done[start:stop, ...], (-1,))
-                    if self.nesterov and is_mutable(own):  # the blended momentum is not needed any more
+                    if self.nesterov and is_mutable(own):  # the blended momentum is no longer needed
                         own[_range(blocks, shape)] = part
                     else:
                         made[blocks.tensor][blocks.first] = part
@@ -577,7 +577,7 @@ def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
 
 
 def _cut(flat: Array, blocks: _Blocks, shape: Shape) -> Array:
-    """Return blocks of a flat matrix, of shape (blocks, rows, columns)."""
+    """Return blocks of a flat matrix as an array of shape (blocks, rows, columns)."""
     return array_namespace(flat).reshape(flat[_range(blocks, shape)], (blocks.number, *shape))
 
 
@@ -594,6 +594,6 @@ def _joined(parts: dict[int, Array], like: Array) -> Array:
 
 
 def _transposed(flat: Array, shape: tuple[int, int, int]) -> Array:
-    """Return the transposes of some flat matrices, flat too."""
+    """Return the transposes of some flat matrices, also flat."""
     xp = array_namespace(flat)
     return xp.reshape(xp.permute_dims(xp.reshape(flat, shape), (0, 2, 1)), (-1,))

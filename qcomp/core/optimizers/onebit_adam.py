@@ -78,7 +78,7 @@ class OneBitAdam(Optimizer):
         True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``. False:
         weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
     compressor : Compressor, default ScaledSign(scale="rms")
-        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+        Compresses the exchanges of the compressed stage, on workers and servers.
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
@@ -92,8 +92,9 @@ class OneBitAdam(Optimizer):
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
-        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
+        elements that never had a gradient keep a variance of zero, and do not move. With 0, steps divide by the
+        unchanged variance, as published, and units that are almost never active, such as dead ReLUs, can ruin a
+        training run.
     variance_steps : callable, optional
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
         again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
@@ -106,8 +107,8 @@ class OneBitAdam(Optimizer):
     In the compressed stage with N ranks, worker i: p_i = b1 m + (1 - b1) g_i + e_i, sends C(p_i), e_i' = p_i - C(p_i);
     server: q = mean_i C(p_i) + e_s, sends m' = C(q), e_s' = q - m'; all: x' = x - rate m' / (sqrt(v) + eps). With E =
     mean_i e_i + e_s, in every step m' + E' = b1 m + (1 - b1) mean_i g_i + E. Sends 2 (N - 1) / N times 1 bit per
-    parameter and 32 bits per bucket. Source: Tang et al., ICML 2021, algorithm 1, with bias correction, which is frozen
-    for the variance.
+    parameter and 32 bits per bucket. Source: Tang et al., ICML 2021, algorithm 1, with bias correction; the correction
+    of the variance is frozen.
 
     Examples
     --------

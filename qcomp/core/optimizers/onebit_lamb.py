@@ -59,7 +59,7 @@ class OneBitLamb(OneBitAdam):
     trust_bounds : tuple of two floats, default (0.01, 10.0)
         Smallest and largest trust ratio, the first above 0.
     compressor : Compressor, default ScaledSign(scale="rms")
-        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+        Compresses the exchanges of the compressed stage, on workers and servers.
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
@@ -73,8 +73,9 @@ class OneBitLamb(OneBitAdam):
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
     variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
-        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
+        elements that never had a gradient keep a variance of zero, and do not move. With 0, steps divide by the
+        unchanged variance, as published, and units that are almost never active, such as dead ReLUs, can ruin a
+        training run.
     variance_steps : None, default None
         Must be None: the average of the trust ratios fits only the frozen variance. The compressed means show how much
         the variance has changed since, see ``factor_bounds``; a re-warm by the ``watch`` measures the variance and that
@@ -85,7 +86,7 @@ class OneBitLamb(OneBitAdam):
     trust_decay : float, default 0.9
         Decay rate of the average of the trust ratios in the warm-up, from 0 to below 1.
     factor_bounds : tuple of two floats, default (0.5, 4.0)
-        Smallest and largest factor of that average in the compressed stage, the first above 0.
+        Smallest and largest factor by which the compressed stage multiplies that average, the first above 0.
     factor_change : float, default 0.1
         Largest relative change of a factor per step, from 0 to below 1.
 
@@ -94,12 +95,13 @@ class OneBitLamb(OneBitAdam):
     Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c that
     are not exactly 1; a starts with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
     compressed tensor is multiplied by a scale before compression, and divided by it afterwards. The scale is fixed at
-    the freeze: the mean of |m|_2 / sqrt(size) over the compressed tensors, divided by the tensor's own value. The mean
-    gradient is reconstructed from the new momentum, g = (m' - b1 m) / (1 - b1), and updates a second variance f' = b2 f
-    + (1 - b2) g^2, which starts as the frozen v. The trust ratio is a times the factor max_j (sqrt(v_j) + eps) /
-    (sqrt(f_j) + eps), clamped to ``factor_bounds`` and to a relative change of ``factor_change`` from the last factor,
-    which starts as 1. ``state.numbers`` has ``trust.NAME``, ``average.NAME`` and ``factor.NAME``. The direction divides
-    by the frozen v. Sends as much as `OneBitAdam`. Source: Li et al., HiPC 2022 (arXiv 2104.06069), algorithm 1.
+    the freeze: the mean of |m|_2 / sqrt(size) over the compressed tensors, divided by the tensor's own |m|_2 /
+    sqrt(size). The mean gradient is reconstructed from the new momentum, g = (m' - b1 m) / (1 - b1), and updates a
+    second variance f' = b2 f + (1 - b2) g^2, which starts as the frozen v. The trust ratio is a times the factor max_j
+    (sqrt(v_j) + eps) / (sqrt(f_j) + eps), clamped to ``factor_bounds`` and to a relative change of ``factor_change``
+    from the last factor, which starts as 1. ``state.numbers`` has ``trust.NAME``, ``average.NAME`` and ``factor.NAME``.
+    The direction divides by the frozen v. Sends as much as `OneBitAdam`. Source: Li et al., HiPC 2022 (arXiv
+    2104.06069), algorithm 1.
 
     Examples
     --------

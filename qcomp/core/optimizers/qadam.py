@@ -44,7 +44,7 @@ class QAdam(OneBitAdam):
         True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``. False:
         weight_decay * x is added to the mean gradient after clipping, like ``torch.optim.Adam``.
     compressor : Compressor, default MinMaxUInt8()
-        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+        Compresses the exchanges of the compressed stage, on workers and servers.
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`. ``topology="hierarchical"`` averages exactly
         inside each node and compresses between nodes; ``feedback=False`` matches Bagua.
@@ -57,30 +57,31 @@ class QAdam(OneBitAdam):
         ``compressor`` for all.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`. The variance
-        averages over 1 / (1 - b2) steps. Frozen much earlier, it is too small for some elements, and their rounding
-        errors become large steps.
+        averages over 1 / (1 - b2) steps. If it is frozen much earlier, it is too small for some elements, and their
+        rounding errors become large steps.
     warmup_steps : int, optional
         Alias of ``freeze`` for a number of steps; give only one of the two.
     variance_floor : float, default 0.03
         Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
-        as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
+        elements that never had a gradient keep a variance of zero, and do not move. With 0, steps divide by the
+        unchanged variance, as published, and units that are almost never active, such as dead ReLUs, can ruin a
+        training run.
     variance_steps : callable or None, default DoublingIntervals(4)
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again: with the default about 4 log2(T / 4 + 1) of T steps. None leaves it frozen, as published; then steps stay
-        too short while gradients shrink.
+        again: with the default about 4 log2(T / 4 + 1) of T steps. None leaves it frozen, as published, but then steps
+        stay too short while gradients shrink.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
 
     Notes
     -----
-    It has the same state machine as `OneBitAdam`, with another compressor. In the compressed stage it sends 2 (N - 1) /
-    N times 8 bits per parameter and 64 bits per bucket. In the topology "hierarchical", the ranks of a node together
-    send that much to the other nodes, with the number of nodes for N, and 32 bits per parameter stay inside the node;
-    see `CompressedMean`. On one node nothing is compressed. The exact mean of the warm-up is the same in every
-    topology. Source: Bagua's documentation. Unlike Bagua, it freezes the bias correction with the variance (otherwise
-    steps grow up to 3.2 times) and applies weight decay in all stages.
+    The algorithm is that of `OneBitAdam`, with another compressor. In the compressed stage it sends 2 (N - 1) / N times
+    8 bits per parameter and 64 bits per bucket. In the topology "hierarchical", the ranks of a node together send this
+    amount to the other nodes, where N is the number of nodes, and 32 bits per parameter stay inside the node; see
+    `CompressedMean`. On one node nothing is compressed. The exact mean of the warm-up is the same in every topology.
+    Source: Bagua's documentation. Unlike Bagua, it freezes the bias correction with the variance (otherwise steps grow
+    up to 3.2 times) and applies weight decay in all stages.
 
     Examples
     --------

@@ -74,12 +74,12 @@ class QSVRG(Optimizer):
     -----
     f is the mean over the ranks i of f_i, and f_i the mean of its samples f_ij. Start: g = mean_i grad f_i(y). Step:
     draw j; send Q(grad f_ij(x) - grad f_ij(y) + g), the whole corrected vector; x' = x - rate * mean_i Q(...). Next
-    snapshot: the mean of the x after each of the T steps of the epoch. With Q of variance omega = O(1), rate = O(1 / L)
-    and T = O(L / mu), E f(y_p) - f* <= 0.9^p (f(y_0) - f*). At the solution x - y and g vanish, and with them the error
-    of Q. Sends 2 (N - 1) / N * 32 bits per parameter to start an epoch, and the payload to every other rank in a step.
-    Keeps three vectors: ``state.arrays`` has y as "snapshot", g as "gradient" and the sum of the x as "iterates".
-    Source: Alistarh et al., NeurIPS 2017, section 3.3 (where f is the sum of its parts), and Johnson and Zhang, NeurIPS
-    2013.
+    snapshot: the mean of the parameters x after each of the T steps of the epoch. With Q of variance omega = O(1),
+    rate = O(1 / L) and T = O(L / mu), E f(y_p) - f* <= 0.9^p (f(y_0) - f*). At the solution x - y and g vanish, and
+    with them the error of Q. Sends 2 (N - 1) / N * 32 bits per parameter to start an epoch, and the payload to every
+    other rank in a step. Keeps three vectors: ``state.arrays`` has y as "snapshot", g as "gradient" and the sum of the
+    x as "iterates". Source: Alistarh et al., NeurIPS 2017, section 3.3 (where f is the sum of its parts), and Johnson
+    and Zhang, NeurIPS 2013.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What all ranks hold alike: how it starts, with a first or saved state, and how it is saved."""
+"""The base of optimizers and outer loops: how they start from a first or saved state, and are saved."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,7 +53,7 @@ Saved = Mapping[str, Any]
 Loaded = TypeVar("Loaded")
 
 _ANY_KIND = "optimizer"
-"""The kind of owners until a handshake has compared the kinds, and tells more about a difference."""
+"""The kind of owners before the handshake that compares the kinds, and says more about a difference."""
 
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     host: str | None
     """Name of this rank's machine, if it is known."""
     number: int = 0
-    """The number of what starts among all that start over the same communicator."""
+    """The number of this replica among all that start over the same communicator."""
 
 
 def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
@@ -85,12 +85,12 @@ def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str
 class Replica(ABC, Generic[Loaded]):
     """Base of what all ranks hold alike, optimizers and outer loops: dataclasses of settings, whose state is explicit.
 
-    A replica starts once the ranks have compared settings and parameters, and is saved, loaded and resized as its own
-    description of its state says.
+    A replica starts once the ranks have compared settings and parameters. Its methods describe its state, so that it
+    can be saved, loaded and resized.
     """
 
     resizes = True
-    """Whether a saved state fits another number of ranks, and does without the arrays of some."""
+    """Whether a saved state fits another number of ranks, even without the arrays of some ranks."""
     sharded = False
     """Whether each rank has a part of each parameter."""
 
@@ -133,7 +133,7 @@ class Replica(ABC, Generic[Loaded]):
     @cached_property
     def compression(self) -> Compressing:
         """What is compressed, and how: nothing without a setting ``averaging``."""
-        fields: Any = self  # with an averaging it has the other three too
+        fields: Any = self  # a class with averaging has the other three too
         if not hasattr(fields, "averaging"):
             return Compressing(EXACT)
         return Compressing(fields.averaging.mean(fields.compressor), fields.exact, fields.compressors)
@@ -170,7 +170,7 @@ class Replica(ABC, Generic[Loaded]):
     def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the kinds of arrays in which the saved states of the ranks may differ: residuals, and `own_kinds`.
 
-        A state without such arrays, as of an exact warm-up, fits every rank, so one rank may save it for all.
+        A state without such arrays, as in an exact warm-up, fits every rank, so one rank may save it for all.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ class Replica(ABC, Generic[Loaded]):
         return {}
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Convert a saved state to exactly the entries of this optimizer, if it accepts others.
+        """Convert a saved state with other entries, if this optimizer accepts them, to exactly its own.
 
         Parameters
         ----------
@@ -228,7 +228,7 @@ class Replica(ABC, Generic[Loaded]):
         return state
 
     def whole(self, params: Any, state: OptimizerState) -> OptimizerState:  # noqa: ARG002
-        """Return a state with everything that is saved; the inverse of `parted`.
+        """Return a state that holds everything to be saved; the inverse of `parted`.
 
         Parameters
         ----------
@@ -240,12 +240,12 @@ class Replica(ABC, Generic[Loaded]):
         return state
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Return a rank's parameters and its state, from what `whole` has returned.
+        """Return a rank's parameters and its state, from the result of `whole`.
 
         Parameters
         ----------
         like : array or sequence of arrays
-            The parameters; if the ranks have parameters of their own, they may have any values, and give the dtypes.
+            The parameters. If the ranks have parameters of their own, the values do not matter, only the dtypes.
         whole : OptimizerState
             From `whole`.
         """
@@ -271,7 +271,7 @@ class Replica(ABC, Generic[Loaded]):
         """Return what `load_state_dict` returns."""
 
     def record(self, whole: OptimizerState) -> dict[str, Any]:
-        """Return a flat dict of named arrays and scalars, with digests, made from what `whole` has returned.
+        """Return a flat dict of named arrays and scalars, with digests, made from the result of `whole`.
 
         Parameters
         ----------
@@ -326,8 +326,8 @@ class Replica(ABC, Generic[Loaded]):
         host : str, optional
             Name of this rank's machine, which a topology may depend on.
         number : int
-            Number of what starts among all that start over the same communicator. The exchanges of its steps carry it,
-            so that the exchanges of two optimizers are not taken for each other.
+            Number of this replica among all that start over the same communicator. The exchanges of its steps carry the
+            number, so that exchanges of two optimizers are not confused.
 
         Raises
         ------
@@ -355,19 +355,19 @@ class Replica(ABC, Generic[Loaded]):
         Parameters
         ----------
         saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict. Or a list with the dicts of all ranks that saved, whatever their number and order: all
-            dicts on every rank, as from a shared folder, or each dict on some rank and empty lists on others. A dict
-            without arrays that its rank alone has fits every rank, on any number of ranks: one of an exact optimizer,
-            or of an exact warm-up.
+            This rank's own dict. Or a list with the dicts of all ranks that saved, in any number and order: all dicts
+            on every rank, as from a shared folder, or each dict on one rank, and empty lists on the others. A dict
+            without arrays of its own rank only, as from an exact optimizer or an exact warm-up, fits every rank, on any
+            number of ranks.
         params, comm, names
-            As for `init`. For an `OuterLoop` the parameters may have any values, and give the dtypes.
+            As for `init`. For an `OuterLoop` the values of the parameters do not matter, only the dtypes.
         strict : bool
-            Whether what saved the state must have had this class and the same compressors. False also
-            silences the warning about other settings.
+            Whether the state must come from the same class with the same compressors. False also silences the warning
+            about other settings.
         lost : {"raise", "drop"}
-            What to do if the dicts of some ranks are missing that had residuals or other arrays of their own. With
-            ``"drop"`` these are lost: their residuals count as zero, every rank gets the mean of the other ranks'
-            arrays of `own_kinds`, and arrays that one rank kept for all begin at zero.
+            What to do if dicts are missing from ranks that had residuals or other arrays of their own. With ``"drop"``
+            these arrays are lost: the residuals count as zero, every rank gets the mean of the other ranks' arrays of
+            `own_kinds`, and arrays that one rank kept for all begin at zero.
 
         Returns
         -------
@@ -389,7 +389,7 @@ class Replica(ABC, Generic[Loaded]):
         UserWarning
             If the state was saved with other settings, naming them; or if the dicts come from another number of ranks,
             or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
-            preserves the sum identity of `CompressedMean`. Or on every rank of what ``lost="drop"`` has dropped.
+            preserves the sum identity of `CompressedMean`. Or, on every rank, if ``lost="drop"`` has dropped arrays.
         """
         stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
         return drive(stages, comm)
@@ -498,7 +498,7 @@ def resume(
 ) -> Stages[OptimizerState]:
     """Return the state to resume from, see `Replica.load_state_dict`.
 
-    ``lost`` is as in `World`, ``missing`` what ``lost`` is there.
+    ``lost`` is as in `World`; ``missing`` is the ``lost`` of `Replica.load_state_dict`.
     """
     begun = begin(replica, tensors, names, place, compare=False)
     fresh = yield from owned(begun, _owner_of_start(place, names, "init"))
@@ -526,7 +526,7 @@ def _resume(
 
 
 def _read(replica: Replica[Any], own: Saved, world: World, *, regrouped: bool) -> OptimizerState:
-    """Return the state in a dict of this rank, or of one whose dict fits every rank."""
+    """Return the state in this rank's own dict, or in a dict that fits every rank."""
     begun, one = world.fresh, read_scalars(own)
     if not regrouped:
         world.accept(one)
@@ -550,14 +550,14 @@ def _read(replica: Replica[Any], own: Saved, world: World, *, regrouped: bool) -
         mean,
         lambda template: {**limits_of_own(template), **replica.limits(template)},
     )
-    # Also of entries that the replica has not adopted.
+    # Check these sizes also in entries that the replica has not adopted.
     require_sizes(one, world.sizes.values(), dict(named_arrays(state, mean)).values())
     require_intact(one)  # last, since other messages say more
     return state
 
 
 def _require_of_any_rank(saved: Saved, world: World) -> None:
-    """Raise ValueError if another rank has saved a state with arrays that it alone had."""
+    """Raise ValueError if a state of another rank holds arrays that only that rank had."""
     kinds = own_kinds_in(world.replica, saved)
     if kinds:
         raise ValueError(
@@ -586,7 +586,7 @@ def _load(
     loaded, problem = None, None
     try:
         loaded = _read(replica, own, world, regrouped=own is not saved)
-    except Exception as error:  # perhaps of this rank alone: tell all, so that no rank waits
+    except Exception as error:  # perhaps only on this rank: tell all, so that no rank waits
         problem = error
     yield from agree_stages(problem, what="load its state", size=world.size, like=world.like)
     assert loaded is not None
@@ -596,7 +596,7 @@ def _load(
 
 
 def _is_of_another(saved: Saved, world: World) -> bool:
-    """Return whether a dict has arrays that another rank alone had."""
+    """Return whether a dict holds arrays that only another rank had."""
     try:
         one = {**saved, **read_scalars(saved)}
         return (one["rank"], one["size"]) != (world.rank, world.size) and bool(

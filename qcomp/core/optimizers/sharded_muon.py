@@ -1,4 +1,4 @@
-"""Muon for parameters of which each rank has a shard."""
+"""Muon for sharded parameters: each rank holds one shard."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ __all__ = ["ShardedMuon"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedMuon(Muon):
-    """Muon for parameters that are cut by rows into shards, of which each rank has one.
+    """Muon for parameters that are sharded by rows, with one shard on each rank.
 
     Parameters and gradients are this rank's shards, flat, and so are the moments of AdamW. Everything else is as in
     `Muon`, which describes the other parameters. Names, shapes and matrices refer to whole tensors, and without
@@ -39,8 +39,8 @@ class ShardedMuon(Muon):
     Notes
     -----
     A rank sends each of its shards to the owner of the matrix, and gets its shard of the update. With N ranks it sends
-    1/N of what it would send in `Muon`. See `ShardedMean`, also for its sum identity, and `ExactShards` for the tensors
-    that AdamW moves.
+    1/N of the bytes that it would send with `Muon`. See `ShardedMean`, also for its sum identity, and `ExactShards` for
+    the tensors that AdamW moves.
 
     With ``clip_norm`` the norm is sqrt(mean_j |g_j|^2) over the replicas j. There are no whiteners, since a rank with a
     shard of g cannot make its shard of W g. The first step does not look for elements that move although their
@@ -115,7 +115,7 @@ class ShardedMuon(Muon):
         return ShardedMean.part_kinds
 
     def may_move_zeros(self, state: OptimizerState) -> bool:  # noqa: ARG002
-        """Return False: the ranks have no slices in common that they could look at."""
+        """Return False: the ranks share no slices that they could look at."""
         return False
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Rounds(NamedTuple):
-    """The numbers of steps of a run, by what they send."""
+    """How many steps of a run send each kind of message."""
 
     exact: int
     """Steps that average the gradient exactly, for the variance."""
@@ -56,7 +56,7 @@ class Rounds(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a step exchanges."""
+    """The exchanges of a step."""
 
     exact: bool
     """The exact mean of the gradients."""
@@ -99,7 +99,7 @@ class ZeroOneAdam(Optimizer):
     decoupled_weight_decay : bool, default True
         Must be True: each step subtracts rate * weight_decay * x from the parameters x, like ``torch.optim.AdamW``.
     compressor : Compressor, default ScaledSign(scale="rms")
-        Compresses what the ranks exchange in the compressed stage, on workers and servers.
+        Compresses the exchanges of the compressed stage, on workers and servers.
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
@@ -131,10 +131,10 @@ class ZeroOneAdam(Optimizer):
     last synchronisation - s / (sqrt(v) + eps), u_i = 0. After it all ranks hold the same parameters and momentum, bit
     for bit; in between they differ and send nothing. A step in ``variance_steps`` is a step of exact Adam if the ranks
     are in sync; otherwise it synchronises them, with the new variance. After the first compressed step such a step
-    divides by the variance with its floor, since the momentum still holds codes. The bias correction of v counts the
-    updates of v. Weight decay acts on the local x, and at a synchronisation on the last common x with the sum of the
-    rates. Elements with v = 0 do not move, as in `OneBitAdam`. The settings of a group may change in any step; each
-    step counts with its own settings.
+    divides by the variance with its floor, since the momentum still contains compressed values. The bias correction of
+    v counts the updates of v. Weight decay acts on the local x, and at a synchronisation on the last common x with the
+    sum of the rates. Elements with v = 0 do not move, as in `OneBitAdam`. The settings of a group may change in any
+    step; each step counts with its own settings.
 
     A compressed step sends 2 (N - 1) / N times 1 bit per parameter and 32 bits per bucket, an exact step 2 (N - 1) / N
     times 32 bits per parameter; `rounds` counts both. Between synchronisations the state holds two more arrays of the
@@ -568,7 +568,7 @@ class ZeroOneAdam(Optimizer):
 
 
 class _Sums(NamedTuple):
-    """A tensor's own sums since the last synchronisation, since its group may change settings between steps."""
+    """A tensor's own sums since the last synchronisation; tensors differ, as groups may change settings meanwhile."""
 
     factor: float
     """The learning rate factor by which "pending" is to be multiplied."""

@@ -1,4 +1,4 @@
-"""The asynchronous outer loop: a round closes with what is there, and no rank waits for another."""
+"""The asynchronous outer loop: a round closes with the contributions at hand, and no rank waits for another."""
 
 import json
 import math
@@ -54,37 +54,39 @@ __all__ = ["Asynchronous"]
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous:
-    """An outer loop in which no rank waits: a round closes with the outer gradients that are there.
+    """An outer loop in which no rank waits: a round closes with the outer gradients that have arrived.
 
-    Ranks have no connections, and no list of who takes part. Each leaves its compressed outer gradient in a mailbox
-    after ``every`` inner steps, and goes on. Once ``quorum`` ranks have left theirs and ``grace`` seconds have passed,
-    whichever rank looks first closes the round, by making a file that names its contributions. All ranks apply the
-    closed rounds in order, each when it next looks, so they have the same shared parameters after the same round, bit
-    for bit. A contribution that comes too late for a round counts in the next one. A rank that dies delays the
-    next ``max_age + 1`` rounds by ``grace`` at most; a rank that joins begins with the shared parameters of the others.
+    Ranks need no connections to each other, and no list of participants. After ``every`` inner steps, each leaves its
+    compressed outer gradient in a mailbox, and goes on. Once ``quorum`` ranks have done so and ``grace`` seconds have
+    passed, the first rank that looks closes the round: it makes a file that names the round's contributions. Each rank
+    applies the closed rounds in order when it next looks, so after the same round all ranks hold the same shared
+    parameters, bit for bit. A contribution that comes too late for a round counts in the next one. A rank that dies
+    delays each of the next ``max_age + 1`` rounds by at most ``grace``; a rank that joins begins with the current
+    shared parameters.
 
     Parameters
     ----------
     loop : OuterLoop
         The settings of a round: ``every``, the outer optimizer, compressor, feedback, exact tensors, and the divisor.
-        ``every`` may differ between ranks. Each rank reads the payloads of all, whatever the topology of
-        ``averaging``. Required.
+        ``every`` may differ between ranks. Each rank reads all payloads, whatever the topology of ``averaging``.
+        Required.
     quorum : int
-        The number of ranks whose contributions close a round, at least 1. Required.
+        How many ranks must contribute before a round closes, at least 1. Required.
     grace : float, default 10
-        Seconds for which a closing rank waits for contributions beyond the quorum, while it trains. It does not wait
-        if all ranks of the last rounds have contributed.
+        Seconds between a quorum and the closing of the round, for contributions beyond the quorum; training goes on
+        meanwhile. No wait if all ranks of the last rounds have contributed.
     max_age : int, default 2
-        The most rounds that may close between the sending of a contribution and the round that merges it. If more have
-        closed, the contribution counts for nothing, and its rank sends what it had again, in its next one.
+        The most rounds that may close between the sending of a contribution and the round that merges it. After more
+        rounds, the contribution is void, and its rank sends its inner steps again, in the next contribution.
     snapshot : int, default 10
-        After every so many rounds the shared parameters are written to the mailbox, for ranks that join, and for ranks
-        that have not looked for as many rounds.
+        Number of rounds after which the shared parameters are written to the mailbox again, for ranks that join, and
+        for ranks that have not looked for as many rounds.
     pause : float, default 1
-        Seconds between two looks of a rank. A look reads a file and lists a folder.
+        Seconds between a rank's looks at the mailbox. A look reads a file and lists a folder.
     timeout : float, default 3600
-        Seconds after which a step raises if no round has merged what this rank has sent, as if fewer ranks live than
-        the quorum; longer than the ``quorum`` fastest ranks need for ``every`` steps.
+        Seconds after which a step raises if no round has merged this rank's contribution, for instance because fewer
+        ranks than the quorum are alive. Must exceed the time that the ``quorum`` fastest ranks need for ``every``
+        steps.
 
     Raises
     ------
@@ -94,19 +96,19 @@ class Asynchronous:
 
     Notes
     -----
-    With the shared parameters x after round v and a rank's inner steps w since its last contribution, u for that
-    contribution: the rank has x - u - w, or x - w once a round has merged u. So a rank moves with every round that it
-    sees, and no inner step is lost or counted twice: on each rank the inner steps add up to w, plus the residual, plus
-    the payload in the mailbox, plus the payloads that rounds have merged (with decay and scale 1, and up to the
-    rounding of the parameters). A round with payloads C_i and weights t_i has D = sum_i t_i C_i / sum_i t_i and
-    x' = outer(x, D). Late payloads keep their weight up to ``max_age``.
+    Let x be the shared parameters after round v, u a rank's last contribution, and w its inner steps since then: the
+    rank's parameters are x - u - w, or x - w once a round has merged u. So every round that a rank applies moves its
+    parameters, and no inner step is lost or counted twice: on each rank the inner steps add up to w, plus the
+    residual, plus the payload in the mailbox, plus the payloads that rounds have merged (with decay and scale 1, and
+    up to the rounding of the parameters). A round with payloads C_i and weights t_i computes D = sum_i t_i C_i / sum_i
+    t_i and x' = outer(x, D). Late payloads keep their weight up to ``max_age``.
 
-    A contribution is an uncompressed head of about 100 bytes for each tensor, and its payload. Every rank reads those
-    of all others: N - 1 payloads in a round. The rank that closes every ``snapshot``-th round writes the shared
+    For each tensor, a contribution holds an uncompressed head of about 100 bytes, and the payload. Every rank reads the
+    contributions of all others: N - 1 in a round. The rank that closes every ``snapshot``-th round writes the shared
     parameters and outer moments, 4 bytes per element each. A state holds the shared parameters, outer moments and
-    residuals, and one more copy of the parameters; while a contribution is under way, two more. A rank that dies takes
-    with it its steps since its last contribution, and its residual. Source: the quorum, the grace window and merging by
-    tokens are those of Decoupled DiLoCo (arXiv 2604.21428), which has a central syncer instead of a mailbox.
+    residuals, and one more copy of the parameters; while a contribution is under way, two more. If a rank dies, its
+    steps since its last contribution are lost, and so is its residual. Source: the quorum, the grace window and merging
+    by tokens are those of Decoupled DiLoCo (arXiv 2604.21428), which has a central syncer instead of a mailbox.
 
     Examples
     --------
@@ -171,13 +173,13 @@ class Asynchronous:
         params : array or sequence of arrays
             This rank's parameters. The first rank of a mailbox gives them to all; others get the shared parameters.
         mailbox : Mailbox
-            A place of this job alone, such as a `qcomp.comm.FolderMailbox`. What an earlier job has left there is
-            continued.
+            A place that no other job uses, such as a `qcomp.comm.FolderMailbox`. The run goes on from the files that
+            are already there.
         names : sequence of str, optional
             Names of the parameters, by default their numbers.
         rank : int, optional
-            A number below 2**32 - 1 that no rank of the job has or had; by default a random one. A process that starts
-            again is a new rank.
+            A number below 2**32 - 1 that no rank of the job has ever had; by default a random one. A restarted process
+            is a new rank.
 
         Returns
         -------
@@ -254,22 +256,22 @@ class Asynchronous:
         mailbox : Mailbox
             As for `begin`.
         weight : float, optional
-            How much this step counts in the mean, such as its number of tokens: finite and >= 0. All ranks pass one in
-            every step, or none: then each step counts 1.
+            How much this step counts in the mean, such as its number of tokens: finite and >= 0. Either all ranks pass
+            a weight in every step, or none ever does, and each step counts 1.
 
         Returns
         -------
         params : array or list of arrays
             The parameters from which the next inner step begins, in new arrays.
         state : AsynchronousState
-            What is due is in the mailbox after the next call of `step` or `exchange`.
+            The next call of `step` or `exchange` puts a contribution that is due into the mailbox.
 
         Raises
         ------
         NonFiniteError
-            On this rank alone, if its outer gradient is not finite; nothing of it is sent.
+            Only on this rank, if its outer gradient is not finite; nothing is sent.
         CommunicatorError
-            If the mailbox cannot be used, or no round merges what this rank has sent within ``timeout``. Whatever is
+            If the mailbox cannot be used, or no round merges this rank's contribution within ``timeout``. Whatever is
             raised, the parameters and the state passed in are still valid.
         MismatchError
             If only some ranks give weights.
@@ -347,7 +349,7 @@ class Asynchronous:
         return self._placed(tensors, params, state, self._moved(tensors, before), unmerged)
 
     def departs(self, state: AsynchronousState) -> bool:
-        """Return whether it is time for a contribution: there are enough inner steps, and the last one is merged.
+        """Return whether a contribution is due: after enough inner steps, once the last contribution is merged.
 
         Parameters
         ----------
@@ -374,7 +376,7 @@ class Asynchronous:
         return self.loop.shared(params, state.shared)
 
     def _initial(self, tensors: Sequence[Array], names: tuple[str, ...]) -> OptimizerState:
-        """Return what ranks share before the first round, if these are the parameters."""
+        """Return the state that ranks share before the first round, from the parameters."""
         state = self.loop.initial_state(tensors, names, 0, 1)
         require_matches("groups", patterns_of(self.loop.moves()[0]), names)
         return state._replace(
@@ -384,7 +386,7 @@ class Asynchronous:
         )
 
     def _facts(self, fresh: OptimizerState, tensors: Sequence[Array]) -> dict[str, Any]:
-        """Return what all ranks must have alike."""
+        """Return the facts that must be equal on all ranks."""
         facts = facts_of(self.loop, fresh.names, tensors)
         settings = {
             name: text for name, text in facts.pop("settings").items() if name not in ("every", "topology")
@@ -395,11 +397,11 @@ class Asynchronous:
     def _newest(
         self, like: OptimizerState, facts: Mapping[str, Any] | None, above: int
     ) -> Requests[Snapshot | None]:
-        """Return the newest snapshot after a round; None if there is none, or it cannot be read yet."""
+        """Return the newest snapshot after round ``above``; None if there is none, or it cannot be read yet."""
         last = above
         while True:
             number = max(numbers_of((yield Names(SHARED))), default=above)
-            if number <= last:  # which has not been deleted because there is a newer one
+            if number <= last:  # there is no newer one for which it could have been deleted
                 return None
             last = number
             data = yield Read(f"{SHARED}/{number}")
@@ -410,7 +412,7 @@ class Asynchronous:
             return Snapshot.from_bytes(data, like, self.loop.outer)
 
     def _send(self, state: AsynchronousState, sent: Outgoing, now: float) -> Requests[AsynchronousState]:
-        """Put a contribution into the mailbox, which may have it from a step that was interrupted."""
+        """Put a contribution into the mailbox, where an interrupted step may already have put it."""
         if not (yield Create(sent.name.path, sent.data)):
             found = yield Read(sent.name.path)
             if found not in (None, sent.data):
@@ -427,7 +429,7 @@ class Asynchronous:
         return state
 
     def _next(self, state: AsynchronousState) -> Requests[AsynchronousState | None]:
-        """Return the state after the next round, or after that of a snapshot; None if that cannot be read yet."""
+        """Return the state after the next round, or after a snapshot's round; None if neither can be read yet."""
         data = yield Read(f"{ROUNDS}/{state.version + 1}")
         if data is None:
             return None
@@ -442,7 +444,7 @@ class Asynchronous:
         return self._applied(state, names, contributions)
 
     def _accepted(self, data: bytes, state: AsynchronousState) -> list[Sending]:
-        """Return the contributions of the next round; raise CommunicatorError if it may not have them."""
+        """Return the contributions that a closed round names; raise CommunicatorError if it may not merge them."""
         try:
             names = [Sending(*map(int, each)) for each in from_json(data)]
         except (TypeError, ValueError):
@@ -456,7 +458,7 @@ class Asynchronous:
         return names
 
     def _open(self, names: Sequence[Sending], state: AsynchronousState) -> list[Sending]:
-        """Return which contributions the next round may have: one of each rank, by rank."""
+        """Return the contributions that the next round may merge: one from each rank, in the order of the ranks."""
         found: dict[int, Sending] = {}
         for name in sorted(names, key=lambda name: (name.rank, name.number)):
             last, _ = state.counted.get(name.rank, (0, 0))
@@ -465,7 +467,7 @@ class Asynchronous:
         return list(found.values())
 
     def _close(self, state: AsynchronousState, now: float) -> Requests[AsynchronousState]:
-        """Close the next round if it is time, and apply it; the first rank that closes it decides what it has."""
+        """Close the next round if it is time, and apply it; the first rank to close it chooses its contributions."""
         listed = map(Sending.named, (yield Names(SENT)))
         names = self._open([name for name in listed if name is not None], state)
         if len(names) < self.quorum:
@@ -482,7 +484,7 @@ class Asynchronous:
         return state
 
     def _save(self, state: AsynchronousState) -> Requests[None]:
-        """Write the shared parameters, and delete what only ranks need that are more than a snapshot behind."""
+        """Write the shared parameters; delete files that only ranks more than a snapshot behind could need."""
         content = Snapshot(state.facts, state.is_weighted, state.counted, state.shared).to_bytes()
         yield Create(f"{SHARED}/{state.version}", content)
         oldest = state.version - self.snapshot
@@ -554,7 +556,7 @@ class Asynchronous:
         return means_of(self.loop, shared, contributions)
 
     def _departed(self, tensors: Sequence[Array], state: AsynchronousState) -> AsynchronousState:
-        """Return the state with a contribution to send: what this rank has moved, and what it owed before."""
+        """Return the state with a contribution to send: this rank's inner steps, and its residual."""
         moved = self._moved(tensors, state)
         payloads, owed = compressed(self.loop, moved, state)
         number = state.number + 1
@@ -572,7 +574,7 @@ class Asynchronous:
 
     @staticmethod
     def _moved(tensors: Sequence[Array], state: AsynchronousState) -> list[Array]:
-        """Return what inner steps have moved since the last contribution."""
+        """Return how far inner steps have moved the parameters since the last contribution."""
         pairs = zip(state.start, tensors, strict=True)
         return [primitives.descend(start, to_compute_dtype(p), 1.0, 0.0) for start, p in pairs]
 
@@ -584,9 +586,9 @@ class Asynchronous:
         moved: Sequence[Array],
         unmerged: Sequence[Array] = (),
     ) -> tuple[Any, AsynchronousState]:
-        """Return this rank's parameters: the shared ones, minus what no round has of its inner steps.
+        """Return this rank's parameters: the shared ones, minus its inner steps that no round has merged.
 
-        Half precision rounds them; `start` makes up for it, so that rounding does not count as an inner step.
+        Half precision rounds them; `start` is adjusted, so that rounding does not count as an inner step.
         """
         new, start = [], []
         for i, (p, x, w) in enumerate(zip(tensors, state.shared.arrays[ANCHOR], moved, strict=True)):

@@ -1,4 +1,4 @@
-"""What a rank of an asynchronous outer loop holds between two steps, and whether its contribution has counted."""
+"""The state of a rank in an asynchronous outer loop, and whether a round has merged its contribution."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ class Outgoing(NamedTuple):
     name: Sending
     data: bytes
     moved: tuple[Array, ...]
-    """What the parameters of this rank have moved for it."""
+    """How far inner steps moved this rank's parameters for it."""
     owed: tuple[Array, ...]
-    """The residuals, once a round has merged it."""
+    """The residuals that this rank keeps once a round has merged it."""
     weight: float
     steps: int
     is_there: bool = False
@@ -27,7 +27,7 @@ class Outgoing(NamedTuple):
 
 
 class AsynchronousState(NamedTuple):
-    """What a rank of an `Asynchronous` loop holds between two inner steps.
+    """The state of a rank of an `Asynchronous` loop between two inner steps.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class AsynchronousState(NamedTuple):
     shared : OptimizerState
         The shared parameters and outer moments after round `version`, the same on all ranks that have applied it.
     facts : mapping
-        What all ranks must have alike.
+        The facts that must be equal on all ranks.
     start : tuple of arrays
         Where this rank's parameters would be, had they not moved since its last contribution.
     owed : tuple of arrays
@@ -46,18 +46,18 @@ class AsynchronousState(NamedTuple):
     number : int
         How many contributions this rank has made.
     step, since : int
-        Inner steps of this rank: all, and those since its last contribution.
+        Inner steps of this rank: in total, and since its last contribution.
     weight : float
-        What these steps count.
+        The sum of the weights of the steps since then.
     is_weighted : bool or None
         Whether the ranks give weights; None before the first step.
     counted : mapping of int to pair of int
-        For each rank the number of its last contribution that a round has merged, and that round.
+        For each rank, the number of its last merged contribution, and the round that merged it.
     members : tuple of Member
         The contributions that the last round has merged, each with its rank, number, age in rounds and weight.
     quorum_since, progress, looked : float
-        Seconds on the mailbox's clock: when this rank saw the present quorum, if it does; when a round was last
-        applied, or a contribution sent; when it last looked.
+        Times on the mailbox's clock, in seconds: when this rank first saw the present quorum, or None; when it last
+        applied a round or sent a contribution; when it last looked at the mailbox.
     """
 
     rank: int

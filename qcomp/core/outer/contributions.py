@@ -23,7 +23,7 @@ __all__ = ["compressed", "means_of"]
 def compressed(
     loop: OuterLoop, moved: Sequence[Array], state: AsynchronousState
 ) -> tuple[tuple[Payload, ...], tuple[Array, ...]]:
-    """Return the payloads of what a rank has moved, and its residuals once a round has merged them."""
+    """Return the payloads of a rank's inner steps, and the residuals that it keeps once a round has merged them."""
     shared = state.shared
     mean = loop.mean_of(shared)
     assert isinstance(mean, TensorwiseMean)
@@ -91,7 +91,7 @@ def _weighted_mean(
     *,
     counts_senders: bool,
 ) -> Array:
-    """Return the mean of decompressed payloads times their factors; over the payloads that are not 0, if so asked."""
+    """Return the mean of decompressed payloads times factors; over an element's senders with ``counts_senders``."""
     xp = array_namespace(like)
     total, senders = xp.zeros_like(like), xp.zeros_like(like)
     for payload, factor in zip(payloads, factors, strict=True):

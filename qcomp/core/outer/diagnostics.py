@@ -1,4 +1,4 @@
-"""Measures an outer loop during a run: how far the ranks drift apart, and what compression does to their mean."""
+"""Diagnostics of an outer loop in a run: how far the ranks drift apart, and what compression does to their mean."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ __all__ = ["OuterDiagnostics"]
 class OuterDiagnostics:
     """Makes the steps of an `OuterLoop`, and measures its exchanges.
 
-    The step gives the same results as the loop's own, bit for bit. The report is a dict of floats, equal on all ranks.
+    Its steps give the same results as the loop's own, bit for bit. The report is a dict of floats, equal on all ranks.
     It is empty in a step that exchanges nothing; otherwise it describes the fragment that was exchanged:
 
     - ``drift`` and ``drift_worst``: |d_i - mean d| / |mean d|, how far the ranks have drifted apart in the outer round,
@@ -37,11 +37,10 @@ class OuterDiagnostics:
     Parameters
     ----------
     loop : OuterLoop
-        The loop whose steps are measured. Its exchanges run when their results are applied, not earlier, as in
-        `Overlapped`.
+        The loop whose steps are measured. An exchange runs when its result is applied, not earlier as in `Overlapped`.
     sample : int
-        The largest number of elements that are sampled from a fragment, equally spaced: from its compressed tensors, or
-        from its exact tensors if none are compressed.
+        The largest number of elements to sample from a fragment, equally spaced: from its compressed tensors, or from
+        its exact tensors if none are compressed.
 
     Notes
     -----

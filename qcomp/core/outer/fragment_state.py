@@ -1,4 +1,4 @@
-"""A fragment's part of a state: cut out for an exchange, and put back afterwards."""
+"""Functions that cut a fragment's part out of a state for an exchange, and put it back afterwards."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def take(state: OptimizerState, members: tuple[int, ...], compression: Compressing) -> OptimizerState:
-    """Return the state of some tensors alone: names, choices, moments, residuals, and every kind of arrays.
+    """Return a state of only some tensors: their names, choices, moments, residuals, and arrays of every kind.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def take(state: OptimizerState, members: tuple[int, ...], compression: Compressi
 def put(
     part: OptimizerState, state: OptimizerState, members: tuple[int, ...], compression: Compressing
 ) -> OptimizerState:
-    """Return the state of all tensors with the moments, residuals and arrays of some from `take`.
+    """Return the state of all tensors, with the moments, residuals and arrays of a part from `take`.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def put(
 
 
 def _compressed(state: OptimizerState, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of some tensors among those that are compressed."""
+    """Return the places of some tensors among the compressed ones."""
     numbers = [i for i, exact in enumerate(state.exact) if not exact]
     return tuple(numbers.index(i) for i in members if not state.exact[i])
 
@@ -84,7 +84,7 @@ def _mean(compression: Compressing, state: OptimizerState) -> TensorwiseMean:
     return mean
 
 
-@lru_cache(256)  # the same object each time, since a mean remembers its layouts by it
+@lru_cache(256)  # the same object each time, since a mean caches its layouts under it
 def _compressors(compressors: tuple[Compressor, ...], own: tuple[int, ...]) -> tuple[Compressor, ...]:
     return tuple(compressors[i] for i in own) if compressors else ()
 

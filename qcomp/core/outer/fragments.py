@@ -55,7 +55,7 @@ def due(step: int, every: int, count: int) -> int | None:
 
 
 def stage_of(sent: Mapping[int, int]) -> str:
-    """Return the stage in which these fragments are under way, each with the step after which it was sent.
+    """Return the stage in which these fragments are under way, given the step after which each was sent.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def stage_of(sent: Mapping[int, int]) -> str:
 
 
 def under_way(stage: str) -> dict[int, int]:
-    """Return which fragments are under way in a stage, the inverse of `stage_of`; in the order in which they were sent.
+    """Return the fragments under way in a stage, in the order of sending; the inverse of `stage_of`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""States of inner optimizers in an outer loop: each kind, such as a moment, is averaged on a period of its own."""
+"""Averages of inner optimizers' states in an outer loop: each kind, such as a moment, has its own period."""
 
 import json
 from collections.abc import Mapping, Sequence, Set
@@ -28,28 +28,29 @@ from qcomp.core.state import OptimizerState
 __all__ = ["InnerStates"]
 
 States = Mapping[str, Sequence[Array | None]]
-"""By kind, such as "exp_avg", an array for each parameter; None where the optimizer has none."""
+"""For each kind, such as "exp_avg", one array per parameter; None where the optimizer has none."""
 
 
 @dataclass(frozen=True)
 class InnerStates:
     """When the states of inner optimizers are averaged in an outer loop, and how they are compressed.
 
-    An outer loop averages parameters only. This averages what an inner optimizer keeps for each parameter, its momentum
-    or Adam's two moments, each kind on a period of its own, as DES-LOC does: moments that change slowly need few
-    exchanges. Nothing is kept between two averages, so there is nothing to save, and any number of ranks can go on.
+    An outer loop averages only parameters. This class averages the states that inner optimizers keep for each
+    parameter, such as momentum or Adam's two moments. Each kind has a period of its own, as in DES-LOC: moments that
+    change slowly need few exchanges. Nothing is kept between two averages, so there is nothing to save, and any number
+    of ranks can go on.
 
     Parameters
     ----------
     every : int, or mapping of str to int
-        Inner steps from one average to the next, counted from the end of the warm-up. A mapping has periods by the name
-        of a kind, or by a pattern as in file names; the first that matches counts, and kinds without a period stay with
-        their ranks. A fragment of a loop has its turn as many steps before the end of a period as in ``every``, so with
-        a multiple of ``every`` its states are averaged when its parameters are exchanged.
+        Inner steps from one average to the next, counted from the end of the warm-up. A mapping gives periods by the
+        name of a kind, or by a pattern as in file names; the first match counts, and kinds without a period are not
+        averaged. A fragment's turn comes as many steps before the end of a period as before the end of ``every``, so
+        with a multiple of ``every`` its states are averaged when its parameters are exchanged.
     compressor : Compressor, default Identity()
         Compresses the states, on workers and servers, without feedback: `Cast`, which halves the bytes, or another
-        whose error in each element is a part of that element. Others could round a second moment to 0, by which Adam
-        would divide, and are refused.
+        whose error is relative to each element. Other compressors are refused: they could round a second moment, by
+        which Adam divides, to 0.
 
     Raises
     ------
@@ -58,17 +59,17 @@ class InnerStates:
 
     Notes
     -----
-    In exact mode s_i' = (s_1 + ... + s_N) / N in the dtype of computation, the same on all ranks bit for bit. A rank
-    sends 2 (N - 1) / N * 32 bits per element and kind in two phases, or the payload of ``compressor``, and to each
+    Without compression, s_i' = (s_1 + ... + s_N) / N in the dtype of computation, the same on all ranks bit for bit. A
+    rank sends 2 (N - 1) / N * 32 bits per element and kind in two phases, or the payload of ``compressor``, and to each
     other rank a text of about ten bytes per parameter and kind. The topology is that of the loop.
 
-    A state that some rank lacks, as before a parameter's first gradient, stays as it is on all ranks. With periods of 1
-    for parameters and momentum, SGD equals SGD on the mean gradient. Adam does not: its second moment becomes that of
-    all ranks' gradients, not of their mean.
+    A state that some rank lacks, for instance before a parameter's first gradient, stays as it is on all ranks. With
+    periods of 1 for parameters and momentum, SGD equals SGD on the mean gradient. Adam does not: its second moment
+    becomes the mean square of all ranks' gradients, not the square of their mean.
 
-    Give second moments a period that divides the period of first ones. Averaged alone, a first moment meets a rank's
-    own second moment, which is 0 where the rank has had no gradient, and the next step is as large as you like. In the
-    paper second moments have the longer period.
+    Give second moments a period that divides the period of first moments. If only first moments are averaged, they are
+    divided by a rank's own second moment. This is 0 where the rank has had no gradient, so the next step may be
+    arbitrarily large. In the paper second moments have the longer period.
 
     Source: Iacob et al., arXiv 2505.22549 (DES-LOC).
 
@@ -152,12 +153,12 @@ class InnerStates:
         Parameters
         ----------
         states : mapping of str to sequence of arrays or None
-            By kind, such as "momentum", an array for each parameter with its shape, of any floating-point dtype, or
+            For each kind, such as "momentum", one array per parameter, with its shape and any floating-point dtype, or
             None. They are not written to.
         loop : OuterLoop
             The loop of the parameters, without ``delay``.
         state : OptimizerState
-            What its `OuterLoop.step` has just returned.
+            The state that the loop's `OuterLoop.step` has just returned.
         comm : Communicator
             As for `OuterLoop.step`.
         weight : float, optional
@@ -166,16 +167,17 @@ class InnerStates:
         Returns
         -------
         dict of str to list of arrays or None
-            The means, in new arrays, and the given arrays where nothing is due.
+            The means, in new arrays; where nothing is due, the given arrays.
 
         Raises
         ------
         ValueError
-            If the loop does not fit. On every rank, if a kind without a pattern has a period, but no rank has it.
+            If the loop does not fit. On every rank, if ``every`` names a kind (not a pattern) that no rank has.
         TypeError, ValueError
-            If an array that is due has no floating-point dtype or another shape than its parameter.
+            If an array that is due has no floating-point dtype, or not the shape of its parameter.
         MismatchError
-            On the other ranks then; on every rank, if a kind is computed in other precisions on some ranks.
+            On the other ranks, if one rank raises for such an array; on every rank, if ranks compute a state in
+            different precisions.
         NonFiniteError
             On every rank, if a state on any rank is not finite.
         """
@@ -210,7 +212,7 @@ class InnerStates:
         try:
             due_ones = {kind: xs for kind, xs in new.items() if self._pattern_of(kind) in turns}
             text = json.dumps({kind: _precisions(kind, xs, state) for kind, xs in due_ones.items()})
-        except Exception as error:  # perhaps of this rank alone
+        except Exception as error:  # perhaps only on this rank
             problem = error
         yield from agree_stages(problem, what="average its inner states", size=state.size, like=like)
         told = list(map(json.loads, (yield from gather_texts(text, state.size, like))))
@@ -245,7 +247,7 @@ class InnerStates:
         return bool(self._turns(loop, state))
 
     def _turns(self, loop: OuterLoop, state: OptimizerState) -> dict[str | None, set[int]]:
-        """Return the patterns whose states are averaged after the last step, each with the parameters in their turn."""
+        """Return the patterns whose states are averaged after the last step, each with the parameters that are due."""
         step = state.step - loop.warmup
         if state.stage == WARMUP or not step:
             return {}
@@ -263,7 +265,7 @@ class InnerStates:
     def _require_known(
         self, turns: Mapping[str | None, Set[int]], due_ones: Set[str], own: Sequence[str]
     ) -> None:
-        """Raise ValueError on every rank if a kind is due that no rank has."""
+        """Raise ValueError on every rank if no rank has a kind that is due."""
         for kind in turns:
             if kind not in due_ones and not any(c in "*?[" for c in str(kind)):
                 raise ValueError(
@@ -277,7 +279,7 @@ class InnerStates:
         turns: Mapping[str | None, Set[int]],
         state: OptimizerState,
     ) -> list[tuple[str, int]]:
-        """Return the kind and the number of the parameter of each state that is due and that all ranks have."""
+        """Return each state that is due and that all ranks have, as its kind and the number of its parameter."""
         found = []
         for kind in sorted(set.intersection(*map(set, told))):
             for number in sorted(turns[self._pattern_of(kind)]):

@@ -33,12 +33,12 @@ _NAME = "an outer loop"
 
 @dataclass(frozen=True, kw_only=True)
 class OuterLoop(OuterSettings):
-    """Local steps with any optimizer, and every ``every`` steps a compressed exchange of their total.
+    """Local steps with any optimizer, and after every ``every`` steps a compressed exchange of their sum.
 
-    In an outer round every rank makes ``every`` inner steps, alone, from the shared parameters. Then the ranks average
-    their outer gradients, the differences between the shared parameters and their own, and an outer optimizer moves the
-    shared parameters. All ranks begin the next outer round from these. LocalSGD, DiLoCo and SparseLoCo are settings of
-    this loop, see `qcomp.outer`.
+    In an outer round every rank makes ``every`` inner steps on its own, from the shared parameters. Then the ranks
+    average their outer gradients, the differences between the shared parameters and their own, and an outer optimizer
+    moves the shared parameters. All ranks begin the next outer round from the moved parameters. LocalSGD, DiLoCo and
+    SparseLoCo are settings of this loop, see `qcomp.outer`.
 
     Parameters
     ----------
@@ -59,25 +59,26 @@ class OuterLoop(OuterSettings):
         Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
         stays exact, see `ByName`. None, the default, uses ``compressor`` for all.
     decay : float, default 1
-        Factor of the residuals before feedback adds them, from 0 to 1. 1 keeps everything that compression lost.
+        Multiplies the residuals before feedback adds them, from 0 to 1. 1 keeps everything that compression lost.
     scale : float, default 1
-        Factor of the outer gradients of compressed tensors before they are added to the residuals, above 0. The code of
-        MuLoCo and of SparseLoCo multiplies them by the outer learning rate here, and once more in the outer optimizer.
+        Multiplies the outer gradients of compressed tensors before they are added to the residuals, above 0. The code
+        of MuLoCo and of SparseLoCo uses the outer learning rate here, and once more in the outer optimizer.
     fragments : int, default 1
         Number of groups of whole tensors, balanced by size. Each is exchanged once in ``every`` steps, in equal turns.
         At most ``every``, and at most the number of tensors.
     delay : int, default 0
-        Steps from sending a fragment to applying the result, below ``every``. The result is the same however long the
-        bytes travel. With an `Overlapped` they travel during these steps.
+        Steps from sending a fragment to applying the result, below ``every``. The result does not depend on how long
+        the bytes travel. With an `Overlapped` they travel during these steps.
     turn : {"send", "apply"}, default "send"
         What happens in a fragment's turn. With ``"send"`` it is sent, as in the paper, and its result is applied
         ``delay`` steps later. With ``"apply"`` its result is applied, as in torchft, and it is sent ``delay`` steps
         earlier; ``delay`` is then below every // fragments.
     mixing : float, default 0
         Weight of a rank's own parameters when a result is applied, from 0 to 1: x_i' = mixing x_i + (1 - mixing) x',
-        where x' are the shared parameters. With 1 a rank keeps its own, and only the shared parameters move.
+        where x' are the shared parameters. With 1 a rank keeps its own parameters, and results move only the shared
+        ones.
     warmup : int, default 0
-        Number of first steps in which gradients are averaged exactly, see `average`, before the first outer round.
+        Number of steps before the first outer round in which gradients are averaged exactly, see `average`.
     seed : int, default 0
         Seed of the compressor's random draws, 0 to 2**64 - 1.
 
@@ -85,22 +86,24 @@ class OuterLoop(OuterSettings):
     -----
     With the shared parameters x, and x_i after the inner steps of rank i: d_i = x - x_i, p_i = decay e_i + scale d_i,
     e_i' = p_i - C(p_i), D = mean_i C(p_i), x' = outer(x, D). In two phases the server compresses the mean again, with a
-    residual of its own, which decays too. With decay 1 the D of all rounds add up to the means of the scale d_i, minus
-    mean_i e_i + e_s at the end. For exact tensors D = mean_i d_i.
+    residual e_s of its own, which decays too. With decay 1, the sum of D over all rounds is the sum of mean_i scale
+    d_i, minus the final (mean_i e_i + e_s). For exact tensors D = mean_i d_i.
 
-    A rank sends once in ``every`` steps 2 (N - 1) / N times the payload of the model in two phases, (N - 1) times by
-    all-gather, and for each fragment 8 bytes to every rank; in the first round 4 bytes more. A step of the warm-up
+    Once in ``every`` steps a rank sends 2 (N - 1) / N times the payload of the model in two phases, or (N - 1) times by
+    all-gather. It also sends 8 bytes per fragment to every rank, in the first round 4 bytes more. A step of the warm-up
     sends 2 (N - 1) / N * 32 bits per element. A state holds the shared parameters, residuals and outer moments, and the
-    outer gradients of the fragments under way. Shared parameters are kept in float32 for parameters of half precision.
+    outer gradients of the fragments under way. If parameters have half precision, shared parameters are kept in
+    float32.
 
-    On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and of their outer
-    gradients under way, so that the mean of the outer gradients is the same. Residuals become mean_i e_i + e_s. A state
-    of the warm-up, or of an exact loop at the end of an outer round, fits every rank, on any number of ranks.
+    On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and with the mean of
+    their outer gradients under way, so that the mean of the outer gradients does not change. Residuals become mean_i
+    e_i + e_s. A state from the warm-up, or from an exact loop at the end of an outer round, fits every rank, on any
+    number of ranks.
 
     The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model: the caller saves
-    and restores them, and gives a new rank the state of an old one, or a new state; `qcomp.outer.InnerStates` averages
-    them. Source: Stich, ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512 (fragments,
-    delay, mixing); Sarfi et al., arXiv 2508.15706 (decaying residuals).
+    and restores them, and gives a new rank the state of an old rank, or a fresh one; `qcomp.outer.InnerStates` averages
+    optimizer states. Source: Stich, ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512
+    (fragments, delay, mixing); Sarfi et al., arXiv 2508.15706 (decaying residuals).
 
     Examples
     --------
@@ -122,8 +125,8 @@ class OuterLoop(OuterSettings):
     def average(self, grads: Any, state: OptimizerState, comm: Transport) -> Any:
         """Return the exact mean of the gradients over the ranks in the warm-up, and the given gradients afterwards.
 
-        Call it before each inner step, if there is a warm-up. The inner optimizers then make the same steps, so their
-        states are equal when the first outer round begins.
+        Call it before each inner step, if there is a warm-up. The inner optimizers of all ranks then make the same
+        steps, so their states are equal when the first outer round begins.
 
         Parameters
         ----------
@@ -188,11 +191,11 @@ class OuterLoop(OuterSettings):
         comm : Communicator
             The communicator that `init` saw, or another with the same rank and size.
         shares : bool, default False
-            Whether the parameters that are returned may share memory with the state, for callers that copy them.
+            Whether the returned parameters may share memory with the state, for callers that copy them.
         weight : float, optional
-            How much this rank's outer gradients count in the mean, if a fragment departs in this step: such as the
-            number of tokens since it last departed; see `weighted`. All ranks pass one in such a step, or none: then
-            all count alike.
+            How much this rank's outer gradients count in the mean, if a fragment is sent in this step: for instance the
+            number of tokens since the fragment was last sent; see `weighted`. In such a step either all ranks pass a
+            weight, or none does, and all count alike.
 
         Returns
         -------
@@ -215,8 +218,8 @@ class OuterLoop(OuterSettings):
         -----
         UserWarning
             On every rank, if all ranks have the same outer gradients in the first round, because they train on the same
-            data, or something averages before. The check sends 4 bytes to all others. With a warm-up, `average`
-            compares gradients instead.
+            data, or something has averaged them already. The check sends 4 bytes to all others. With a warm-up,
+            `average` compares gradients instead.
         """
         require_rank(state, comm)
         stages = self.stages(params, state, shares=shares, compares=True, weight=weight)
@@ -241,12 +244,12 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             As for `step`.
         landed : mapping of int to Means
-            The results of `exchange` for fragments of `landing`; the other fragments are exchanged now.
+            The results of `exchange` for fragments that `landing` returns; the other fragments are exchanged now.
         shares : bool
             As for `step`.
         compares : bool
             Whether to warn if all ranks have the same first outer gradients, as `step` does. Set it to False where
-            ranks may join or leave, since a new rank begins with the parameters of another.
+            ranks may join or leave, since a new rank begins with another rank's parameters.
         weight : float, optional
             As for `step`.
         """
@@ -295,7 +298,7 @@ class OuterLoop(OuterSettings):
         return as_given(tensors, params), after
 
     def shared(self, params: Any, state: OptimizerState) -> Any:
-        """Return the shared parameters, to evaluate or publish: the same on all ranks in every step.
+        """Return the shared parameters, to evaluate or publish; they are the same on all ranks in every step.
 
         Parameters
         ----------
@@ -371,7 +374,7 @@ class OuterLoop(OuterSettings):
         try:
             if self.delay:
                 return (yield from beside(check, average.stages()))
-            yield from check  # first, since nothing hides it: then a step that differs is found before a size that does
+            yield from check  # nothing hides it, so it runs first: a differing step is found before a differing size
             return (yield from average.stages())
         except NonFiniteError as error:
             names = [state.names[i] for i in self.members(state, fragment)]
@@ -419,12 +422,12 @@ class OuterLoop(OuterSettings):
         return self.record(self.whole(params, state))
 
     def whole(self, params: Any, state: OptimizerState) -> OptimizerState:
-        """Return a state that also has this rank's parameters, as a saved one does, in copies."""
+        """Return a state that also holds copies of this rank's parameters, as a saved state does."""
         local = tuple(copy(to_compute_dtype(p)) for p in fitting(params, state))
         return state._replace(arrays={**state.arrays, OWN: local})
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Split a state that has both into a rank's parameters and its state."""
+        """Split the result of `whole` into a rank's parameters and its state."""
         arrays = dict(whole.arrays)
         pairs = zip(as_tensors(like, "like"), arrays.pop(OWN), strict=True)
         return as_given([_in_dtype_of(p, x) for p, x in pairs], like), whole._replace(arrays=arrays)
@@ -446,14 +449,14 @@ class OuterLoop(OuterSettings):
         tensors : sequence of arrays
             This rank's parameters.
         state : OptimizerState
-            The state of the last step, with its count.
+            The state of the last step, which has counted that step.
         factor : float
             Multiplies the outer gradients.
         """
         anchor = state.arrays[ANCHOR]
         sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
-            # The round began from the shared parameters in the parameter's own precision.
+            # The round began from the shared parameters, rounded to the parameter's own precision.
             xp = array_namespace(anchor[i])
             start = to_compute_dtype(xp.astype(anchor[i], tensors[i].dtype, copy=False))
             moved = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
@@ -462,7 +465,7 @@ class OuterLoop(OuterSettings):
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 
     def _compare(self, state: OptimizerState) -> Stages[None]:
-        """Warn on every rank if all have sent the same in the first exchange, unless a warm-up compared gradients."""
+        """Warn on every rank if all send the same in the first exchange, unless a warm-up has compared gradients."""
         if not self.warmup and not state.numbers[rounds_key(0)]:
             sent = state.arrays[SENT]
             yield from compare_gradients(
@@ -472,7 +475,7 @@ class OuterLoop(OuterSettings):
     def land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Move the shared parameters of a fragment, and this rank's towards them; both may then be the same arrays.
+        """Move a fragment's shared parameters, and this rank's towards them; both may end up as the same arrays.
 
         Parameters
         ----------

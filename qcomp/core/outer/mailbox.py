@@ -1,4 +1,4 @@
-"""A mailbox as the core sees it: requests for files that all ranks see, and what these files hold."""
+"""The mailbox as the core sees it: requests for files that all ranks see, and the contents of these files."""
 
 import json
 from collections.abc import Generator, Mapping, Sequence
@@ -44,33 +44,33 @@ __all__ = [
 ]
 
 RANKS, SENT, ROUNDS, SHARED = "ranks", "sent", "rounds", "shared"
-"""The folders of a mailbox: the numbers of ranks, their contributions, which of these each round has, and the shared
+"""The folders of a mailbox: the numbers of ranks, their contributions, which of these each round merges, and the shared
 parameters after some rounds."""
 
 Result = TypeVar("Result")
 
 
 class Names(NamedTuple):
-    """Asks for the names in a folder; a list of str."""
+    """Asks for the names in a folder; the answer is a list of str."""
 
     folder: str
 
 
 class Read(NamedTuple):
-    """Asks for what a file holds; bytes, or None if it is not there or not whole."""
+    """Asks for a file's content; the answer is bytes, or None if the file is not there or not whole."""
 
     name: str
 
 
 class Create(NamedTuple):
-    """Makes a file, if none has this name; True if it did."""
+    """Makes a file, if none has this name; the answer is True if it was made."""
 
     name: str
     data: bytes
 
 
 class Delete(NamedTuple):
-    """Deletes a file, if it is there; None."""
+    """Deletes a file, if it is there; the answer is None."""
 
     name: str
 
@@ -80,7 +80,7 @@ Requests = Generator[Names | Read | Create | Delete, Any, Result]
 
 
 class Mailbox(Protocol):
-    """A place where every rank leaves files, and takes those of others; see `qcomp.comm.FolderMailbox`."""
+    """A place where every rank leaves files, and reads other ranks' files; see `qcomp.comm.FolderMailbox`."""
 
     def now(self) -> float:
         """Return seconds on a clock of this rank that never goes back."""
@@ -91,11 +91,11 @@ class Mailbox(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file holds, or None if it is not there or not whole."""
+        """Return a file's content, or None if the file is not there or not whole."""
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """Make a file, whole as soon as it is there; of several ranks that make the same, one alone gets True."""
+        """Make a file, whole as soon as it is there; of several ranks that make the same file, only one gets True."""
         ...
 
     def delete(self, name: str) -> None:
@@ -125,13 +125,13 @@ def answer(requests: Requests[Result], mailbox: Mailbox) -> Result:
 
 
 class Sending(NamedTuple):
-    """The name of a contribution: that of its file, which is in `SENT`."""
+    """The name of a contribution, which is the name of its file in `SENT`."""
 
     version: int
-    """The round after which its rank has sent it."""
+    """The last round that its rank had applied when it sent it."""
     rank: int
     number: int
-    """How many this rank has sent, this one included."""
+    """How many contributions its rank had sent, including this one."""
 
     @property
     def path(self) -> str:
@@ -140,7 +140,7 @@ class Sending(NamedTuple):
 
     @classmethod
     def named(cls, name: str) -> "Sending | None":
-        """Return what a name in `SENT` says; None for a file of something else."""
+        """Parse a name in `SENT`; None if the file is not a contribution."""
         parts = name.split(".")
         if len(parts) != len(cls._fields) or not all(part.isascii() and part.isdigit() for part in parts):
             return None
@@ -151,9 +151,9 @@ class Member(NamedTuple):
     """A contribution that a round has merged."""
 
     rank: int
-    """Whose it is."""
+    """The rank that sent it."""
     number: int
-    """How many this rank had sent, this one included."""
+    """How many contributions this rank had sent, including this one."""
     age: int
     """Rounds that closed between its sending and the round that merged it; 0 if it came in time."""
     weight: float
@@ -169,14 +169,14 @@ class Contribution(NamedTuple):
     payloads: tuple[Payload, ...]
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes."""
+        """Return the contribution as bytes."""
         parts = [payload.to_bytes() for payload in self.payloads]
         head = [self.weight, self.is_weighted, [len(part) for part in parts]]
         return b"".join([json.dumps(head).encode(), b"\n", *parts])
 
     @classmethod
     def from_bytes(cls, data: bytes, like: Array) -> "Contribution":
-        """Return it from its bytes; raise PayloadError if they are not one's."""
+        """Return a contribution from its bytes; raise PayloadError if they are not a contribution."""
         start = data.find(b"\n") + 1
         try:
             weight, is_weighted, sizes = from_json(data[:start])
@@ -191,10 +191,10 @@ class Contribution(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What all ranks share after a round."""
+    """The state that all ranks share after a round."""
 
     facts: Mapping[str, Any]
-    """What all ranks must have alike, see `Asynchronous`."""
+    """The facts that must be equal on all ranks, see `Asynchronous`."""
     is_weighted: bool | None
     """Whether the ranks give weights; None before the first round."""
     counted: Mapping[int, tuple[int, int]]
@@ -203,7 +203,7 @@ class Snapshot(NamedTuple):
     """Shared parameters and outer moments; its ``step`` counts rounds."""
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes: a line of JSON, and the arrays."""
+        """Return the snapshot as bytes: a line of JSON, and the arrays."""
         arrays = dict(named_arrays(self.shared, EXACT))
         entries = to_state_dict(self.shared, EXACT)
         head = {
@@ -218,13 +218,13 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def facts_in(cls, data: bytes) -> Mapping[str, Any]:
-        """Return the facts alone, before anything is read that depends on them."""
+        """Return only the facts, before anything that depends on them is read."""
         facts: Mapping[str, Any] = cls._head(data)["facts"]
         return facts
 
     @classmethod
     def from_bytes(cls, data: bytes, like: OptimizerState, outer: Optimizer) -> "Snapshot":
-        """Return it from its bytes, with arrays like those of a state."""
+        """Return a snapshot from its bytes, with arrays like those of a state."""
         head, start = cls._head(data), data.find(b"\n") + 1
         (first, *_) = (x for _, x in named_arrays(like, EXACT))
         found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Exchanges of an outer loop that travel while the next inner steps run."""
+"""A class that runs the exchanges of an outer loop while the next inner steps run."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,27 +25,27 @@ class _Starts(Transport, Protocol):
 
 
 class Overlapped:
-    """Makes the steps of an `OuterLoop` with ``delay``, and exchanges while the inner steps between them run.
+    """Makes the steps of an `OuterLoop` with ``delay``, and exchanges while the inner steps run.
 
-    The results equal `OuterLoop.step`, bit for bit. A fragment's exchange starts in the step that sends it. Each
-    later step moves it on by one message, and the step that applies it waits for what is missing. So the order of
-    messages depends on steps alone, and no thread is needed. With `qcomp.comm.MPICommunicator` and
+    The results equal `OuterLoop.step`, bit for bit. A fragment's exchange starts in the step that sends it. Each later
+    step moves it on by one message, and the step that applies its result waits for the remaining messages. So the order
+    of messages depends only on steps, and no thread is needed. With `qcomp.comm.MPICommunicator` and
     `qcomp.comm.TorchCommunicator` bytes travel meanwhile; others complete an exchange when it starts.
 
     Parameters
     ----------
     loop : OuterLoop
-        A loop with a ``delay`` of at least 1. With a longer delay, each phase of a topology hides behind a step of its
-        own.
+        A loop with a ``delay`` of at least 1. If the delay is longer, each phase of a topology overlaps with an inner
+        step of its own.
     comm : Communicator
-        A communicator with ``start``, the same on all ranks. It may run other exchanges between the steps, if all ranks
-        start them in the same order.
+        A communicator with ``start``, the same on all ranks. Other exchanges may run over it between the steps, if all
+        ranks start them in the same order.
 
     Notes
     -----
-    A state has the outer gradients under way, so it can be saved at any step. After loading a state, and after an
-    error, the exchange runs again when its result is applied. Ranks must all use this class, or all `OuterLoop.step`. A
-    lost rank raises an error only in the step that applies a result, since a rank after its last step sends nothing
+    A state holds the outer gradients under way, so it can be saved at any step. After a state is loaded, and after an
+    error, the exchange runs anew when its result is due. Ranks must all use this class, or all `OuterLoop.step`. A lost
+    rank raises an error only in the step that applies a result, since a rank that has made its last step sends nothing
     either.
 
     Examples
@@ -116,7 +116,7 @@ class Overlapped:
         return result, after
 
     def close(self) -> None:
-        """Drop the exchanges under way, after their messages, so that the communicator stays usable."""
+        """Drop the exchanges under way once their messages have arrived, so that the communicator stays usable."""
         self._discard(None)
 
     def _discard(self, state: OptimizerState | None) -> None:
@@ -128,7 +128,7 @@ class Overlapped:
 
 
 class _Flight:
-    """The exchange of one fragment, somewhere between its start and its result."""
+    """The exchange of one fragment, from its start to its result."""
 
     def __init__(self, loop: OuterLoop, state: OptimizerState, fragment: int, comm: _Starts) -> None:
         self._fragment = fragment
@@ -159,7 +159,7 @@ class _Flight:
                 self._failure = error
 
     def finish(self) -> Means:
-        """Return the result, after all messages."""
+        """Wait for the remaining messages, and return the result."""
         if self._failure is not None:
             raise self._failure
         while self._result is None:
@@ -167,7 +167,7 @@ class _Flight:
         return self._result
 
     def give_up(self) -> None:
-        """Wait for what was started, so that the communicator stays usable."""
+        """Wait for the message that was started, so that the communicator stays usable."""
         for arriving in self._begun:
             with suppress(CommunicatorError):
                 arriving.wait()

@@ -28,7 +28,8 @@ def local_sgd(every: int = 8, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is SGD. Sends in an outer round 2 (N - 1) / N * 32 bits per element. Source: Stich, ICLR 2019.
+    The inner optimizer is SGD. A rank sends 2 (N - 1) / N * 32 bits per element and outer round. Source: Stich, ICLR
+    2019.
 
     Examples
     --------
@@ -56,8 +57,8 @@ def diloco(every: int = 500, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is AdamW. The outer learning rate is 0.7, its momentum 0.9. With few outer rounds, momentum may
-    hurt: compare ``outer=qcomp.SGD(learning_rate=1.0)``. Sends in an outer round 2 (N - 1) / N * 32 bits per element.
-    Source: Douillard et al., arXiv 2311.08105.
+    hurt: compare ``outer=qcomp.SGD(learning_rate=1.0)``. A rank sends 2 (N - 1) / N * 32 bits per element and outer
+    round. Source: Douillard et al., arXiv 2311.08105.
 
     Examples
     --------
@@ -88,9 +89,9 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     -----
     The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
     source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
-    ``QSGD(levels=7, bucket_size=128)`` replaces them: it also has 4 bits, and is unbiased. Sends in ``every`` steps 2
-    (N - 1) / N * 4.25 bits per element. A fragment is sent in its turn; torchft applies its result in its turn, which
-    is ``turn="apply"``. Source: Douillard et al., arXiv 2501.18512.
+    ``QSGD(levels=7, bucket_size=128)`` replaces them: it also has 4 bits, and is unbiased. A rank sends 2 (N - 1) / N *
+    4.25 bits per element in ``every`` steps. Here a fragment's turn is the step that sends it; in torchft it is the
+    step that applies its result, as with ``turn="apply"``. Source: Douillard et al., arXiv 2501.18512.
 
     Examples
     --------
@@ -126,16 +127,16 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is AdamW. The outer learning rate is 1 (published values are 0.4 to 1), without momentum;
-    residuals decay by 0.95. Each element is divided by the number of ranks that sent it, as in the authors' code.
-    Division by all ranks moves the parameters less far, about 1 / N as far if no two ranks send the same element:
+    The inner optimizer is AdamW. The outer learning rate is 1 (published values are 0.4 to 1), without momentum; the
+    decay of the residuals is 0.95. Each element is divided by the number of ranks that sent it, as in the authors'
+    code. Division by all ranks moves the parameters less far, about 1 / N as far if no two ranks send the same element:
     ``averaging=qcomp.Averaging(topology="all_gather")``. That code also multiplies the outer gradients by the outer
     learning rate before feedback, and their mean once more: with a rate other than 1, pass the rate as ``scale`` too.
 
-    Buckets are runs of 4,096 elements, and the two bits of a value a sign and one of two levels of its bucket. In the
-    source buckets are 64 x 64 blocks of a matrix, with four levels for a whole tensor. The topology is all-gather, so
-    that nothing is compressed twice. Sends in an outer round about (N - 1) * 0.15 bits per element. Source: Sarfi et
-    al., arXiv 2508.15706, and its code in templar.
+    Buckets are runs of 4,096 elements. The two bits of a value are its sign and one of two levels of its bucket. In the
+    source, buckets are 64 x 64 blocks of a matrix, with four levels for a whole tensor. The topology is all-gather, so
+    that nothing is compressed twice. A rank sends about (N - 1) * 0.15 bits per element and outer round. Source: Sarfi
+    et al., arXiv 2508.15706, and its code in templar.
 
     Examples
     --------
@@ -169,14 +170,14 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9;
-    residuals decay by 0.9. The authors' code multiplies outer gradients by this rate before feedback, and multiplies
-    their mean by it again. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. In the formula of the
-    paper the rate occurs only once: ``scale=1``.
+    The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9; the
+    decay of the residuals is 0.9. The authors' code multiplies outer gradients by this rate before feedback, and
+    multiplies their mean by it again. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. In the
+    formula of the paper the rate occurs only once: ``scale=1``.
 
-    The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` has 4 bits with its scales, and loses about as much
-    as a good quantizer of 2 bits. Sends in an outer round 2 (N - 1) / N * 4 bits per element. Source: Therien et al.,
-    arXiv 2505.23725, and its code.
+    The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` takes 4 bits with its scales, and loses about as
+    much as a good 2-bit quantizer. A rank sends 2 (N - 1) / N * 4 bits per element and outer round. Source: Therien et
+    al., arXiv 2505.23725, and its code.
 
     Examples
     --------

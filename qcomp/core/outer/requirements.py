@@ -1,4 +1,4 @@
-"""Checks of an outer loop: whether parameters fit, and whether all ranks end the warm-up and exchange alike."""
+"""Checks of an outer loop: parameters fit, ranks end the warm-up with equal ones, and exchange at the same step."""
 
 import struct
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def require_equal(tensors: Sequence[Array], state: OptimizerState, warmup: int) 
 
 
 def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
-    """Raise MismatchError on every rank if any rank exchanges after another step; sends 8 bytes to all others.
+    """Raise MismatchError on every rank if the ranks exchange after different steps; sends 8 bytes to all others.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
 
 
 def beside(check: Stages[None], work: "Stages[Result]") -> "Stages[Result]":
-    """Run a computation; its first exchange starts while the only exchange of a check is under way.
+    """Run a computation; its first exchange starts while the single exchange of a check is under way.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The settings of an outer loop, and what its state holds in each stage."""
+"""The settings of an outer loop, and the contents of its state in each stage."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ ANCHOR, SENT, OWN = "anchor", "sent", "local"
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSettings(Replica[tuple[Any, OptimizerState]]):
-    """The settings of `OuterLoop`, see there, and the form of its state."""
+    """The settings of `OuterLoop` (described there), and the form of its state."""
 
     outer: Optimizer = SGD(learning_rate=1.0)
     every: int
@@ -89,7 +89,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
     def _require_factors(self) -> None:
-        """Raise ValueError unless all factors are in their ranges, and 1 where there is nothing to multiply."""
+        """Raise ValueError unless all factors are in their ranges, and are 1 where they have no effect."""
         for name in ("decay", "mixing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a number from 0 to 1")
@@ -123,7 +123,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
     def differing_kinds(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the kinds of arrays in which saved states of the ranks may differ.
 
-        There are none in the warm-up, and residuals alone where an outer round has just ended on all parameters.
+        There are none in the warm-up, and only residuals if an outer round has just ended for all parameters.
         """
         if not self.apart(saved["stage"]):
             return ()
@@ -131,7 +131,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         return (WORKER, SERVER, *(() if ends_round else self.own_kinds(saved["stage"])))
 
     def _ends_round(self, step: int, stage: str) -> bool:
-        """Return whether all ranks have the shared parameters after a step, because it has ended an outer round."""
+        """Return whether a step ends an outer round, so that all ranks have the shared parameters afterwards."""
         if stage != LOCAL or self.fragments > 1 or self.mixing:
             return False
         step -= self.warmup
@@ -190,7 +190,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
 
 
 def rounds_key(fragment: int) -> str:
-    """Return the name of the number of a fragment's completed outer rounds."""
+    """Return the key under which ``state.numbers`` counts a fragment's completed outer rounds."""
     return f"rounds.{fragment}"
 
 

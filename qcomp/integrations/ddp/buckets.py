@@ -61,7 +61,7 @@ class BucketedStep:
         Called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``. Its exceptions
         propagate from the backward pass.
     leaves_out_unused : bool
-        Whether a parameter that no rank used keeps its residuals. Its gradient must then not be delivered.
+        Whether a parameter that no rank used keeps its residuals. If so, its gradient must not be delivered.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class BucketedStep:
         self._places = self._mean_of(self.state).places(shapes, self.state.size) if shapes else ()
         # A tensor's index among the compressed ones.
         self._compressed = [sum(not exact for exact in exacts[:i]) for i in range(len(exacts))]
-        # Cached: the residuals of a state, and those of each tensor in it.
+        # A cache: the residuals of a state, and the same residuals split by tensor.
         self._known: tuple[MeanState | None, Sequence[MeanState]] = (None, ())
         self._exchange_thread = ExchangeThread(self.comm)
         self._stream = SideStream(self.params.tensors[0].device)
@@ -135,7 +135,7 @@ class BucketedStep:
         end = partial(self._end, running)
         try:
             # DistributedDataParallel queues the callback that sets p.grad later. A callback that is queued while
-            # callbacks run comes after it.
+            # callbacks run comes after that one.
             self._call_at_end(lambda: self._call_at_end(end))
         except RuntimeError:
             running.in_backward = False  # Join runs the hook on a rank without inputs
@@ -159,7 +159,7 @@ class BucketedStep:
         self._exchange_thread.close()
 
     def use(self, optimizer: Optimizer) -> None:
-        """Make the next steps with an optimizer that differs in settings of the update alone."""
+        """Make the next steps with an optimizer that differs only in settings of the update."""
         self.optimizer = _separable(optimizer)
 
     def run_beside(self, stages: Stages[Any], *, done: Callable[[Any], None]) -> None:
@@ -172,7 +172,7 @@ class BucketedStep:
         )
 
     def take(self) -> Means:
-        """Return the averages of all tensors, as `Average.stages` does; the next step can start."""
+        """Return the averages of all tensors, as `Average.stages` does; the next step can start afterwards."""
         parts, self.running = self.running.parts, self._new_pass()
         count = len(self.params.tensors)
         values: dict[int, Any] = {}
@@ -198,7 +198,7 @@ class BucketedStep:
         return means
 
     def discard(self) -> None:
-        """Drop the averages; the state does not change, and the next step can start."""
+        """Drop the averages without changing the state, so that the next step can start."""
         self._exchange_thread.release()
         self.running = self._new_pass()
 
@@ -213,7 +213,7 @@ class BucketedStep:
         self.state = self.state._replace(exchange=rescaled)
 
     def _owned(self, stages: Stages[Any], what: str) -> Stages[Any]:
-        """Let the exchanges of a computation carry which step they belong to, and what they are for."""
+        """Label the exchanges of a computation with their step and their purpose."""
         owner = owner_of(self.optimizer, self.state)
         return owned(stages, owner._replace(doing=f"{owner.doing}, {what},"))
 
@@ -290,7 +290,7 @@ class BucketedStep:
         if isinstance(outcome, NonFiniteError):
             running.refusal = running.refusal or outcome
             part.refused = True
-            part.gradients = tuple(map(_largest, part.gradients))  # to be named after the buffer is filled
+            part.gradients = tuple(map(_largest, part.gradients))  # enough to name them later
         elif isinstance(outcome, BaseException):
             running.error = running.error or outcome
         else:
@@ -309,7 +309,7 @@ class BucketedStep:
         bucket.future.set_result(bucket.buffer)
 
     def _settle(self, running: BackwardPass) -> None:
-        """Let the backward pass end, after the ranks have exchanged which gradients are not finite."""
+        """Let the backward pass end, after the ranks have told each other which gradients are not finite."""
         if running.refusal is None or running.error is not None:
             running.settle()
             return
@@ -394,7 +394,7 @@ class BucketedStep:
         return means
 
     def _unused_by_all(self, part: Piece) -> Stages[frozenset[int]]:
-        """Return which parameters of a part no rank used; sends a byte for each."""
+        """Return the parameters of a part that no rank used; sends a byte for each parameter."""
         flags = [self.params.used(number) for number in part.numbers]
         message = torch.tensor(flags, dtype=torch.uint8, device=part.gradients[0].device)
         arrived = yield AllGather(message, (len(flags),) * self.state.size)
@@ -403,7 +403,7 @@ class BucketedStep:
         return frozenset(number for number, is_used in zip(part.numbers, used, strict=True) if not is_used)
 
     def _part(self, tensors: Sequence[int]) -> OptimizerState:
-        """Return the state of some tensors alone."""
+        """Return a state of only some tensors."""
         state = self.state
         exchanged = self._exchanged(tensors)
         exchange = state.exchange
@@ -421,7 +421,7 @@ class BucketedStep:
     def _residuals(self) -> Sequence[MeanState]:
         """Return the residuals of each tensor that is compressed."""
         exchange, residuals = self._known
-        if exchange is not self.state.exchange:  # the cache is not of this state
+        if exchange is not self.state.exchange:  # the cache belongs to another state
             exchange = self.state.exchange
             residuals = self._mean_of(self.state).split(exchange, len(self._places))
             self._known = exchange, residuals
@@ -442,7 +442,7 @@ class BucketedStep:
         return [i for i in tensors if not self.state.exact[i]]
 
     def _places_of(self, tensors: Sequence[int]) -> tuple[Any, ...]:
-        """Return the place of each of some tensors that is compressed."""
+        """Return the place of each compressed tensor among some tensors."""
         return tuple(self._places[self._compressed[i]] for i in self._exchanged(tensors))
 
     @property
@@ -457,14 +457,14 @@ class BucketedStep:
 
 
 class SavesState(ABC):
-    """Base of what keeps the state of a `BucketedStep`, and saves and loads it."""
+    """Base of classes that keep, save and load the state of a `BucketedStep`."""
 
     _saves: Saves
 
     @property
     @abstractmethod
     def _running(self) -> BucketedStep:
-        """The step whose state it is."""
+        """The step whose state is kept."""
 
     def _go_on_from(self, loaded: OptimizerState) -> None:
         """Make a loaded state the current one."""
@@ -487,8 +487,8 @@ class SavesState(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
 
-        After `gather_states`, the rank that has gathered returns the states of all ranks, under keys such as "rank 0 of
-        2".
+        After `gather_states`, the rank that received them returns the states of all ranks, under keys such as "rank 0
+        of 2".
 
         Warns
         -----

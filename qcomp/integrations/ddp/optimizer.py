@@ -52,7 +52,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         callable that returns the optimizer of the next backward pass, and its settings as text, which the ranks
         compare.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group. Models in one backward pass need one each.
+        By default a `TorchCommunicator` of the model's process group. Models that share a backward pass need one each.
 
     Raises
     ------
@@ -67,8 +67,8 @@ class OverlappedOptimizer(SavesState, Joinable):
     While the optimizer averages gradients (in the exact warm-up; always with `qcomp.CompressedSGD`), ``p.grad`` is the
     mean over the ranks after the backward pass, and `step` uses its current value: ``clip_grad_norm_`` and the like
     work as with any optimizer under DistributedDataParallel. While it averages momenta, and always with `qcomp.Muon`,
-    ``p.grad`` is this rank's own gradient, which has been exchanged already; `step` raises if it was changed. It warns
-    of that in the warm-up.
+    ``p.grad`` is this rank's own gradient, which has been exchanged already; `step` raises if it was changed. In the
+    warm-up, `step` only warns of a change.
 
     With uneven inputs, use ``Join([model, optimizer])`` with the model first: a rank without inputs then takes part in
     the steps of the others.
@@ -126,7 +126,7 @@ class OverlappedOptimizer(SavesState, Joinable):
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled, as a part of the model too: a copy would have the same communicator."""
+        """Refuse to be copied or pickled, even as a part of the model: a copy would share the communicator."""
         raise TypeError(
             "a DistributedDataParallel whose gradients an optimizer averages cannot be copied or pickled, because the "
             "optimizer has a communicator: copy model.module, or save state_dict() of model and optimizer"
@@ -168,8 +168,8 @@ class OverlappedOptimizer(SavesState, Joinable):
             On every rank, if settings that may change differed between ranks in the backward pass.
         RuntimeError
             If there was no backward pass since the last step, or it did not finish, or settings have changed since. On
-            every rank, if a gradient was changed on any rank after its momentum was averaged; on that rank alone, if no
-            rank had written to gradients until the first step of momenta.
+            every rank, if a gradient was changed on any rank after its momentum was averaged; only on that rank, if no
+            rank had written to gradients before the first step that averages momenta.
 
         Warns
         -----
@@ -218,7 +218,7 @@ class OverlappedOptimizer(SavesState, Joinable):
                     param.grad.zero_()
 
     def adopt(self, saved: Any, optimizer: Optimizer, lost: Literal["raise", "drop"]) -> None:
-        """Continue from a saved state, with an optimizer that has its settings; the next pass reads them anew."""
+        """Continue from a saved state, with an optimizer of the saved settings; the next pass reads settings anew."""
         before, self._used = self._step.optimizer, None
         self._step.use(optimizer)
         try:
@@ -263,11 +263,11 @@ class OverlappedOptimizer(SavesState, Joinable):
         return self._model.join_process_group
 
     def _go_on_from(self, loaded: OptimizerState) -> None:
-        self._step.discard()  # averages of another state
+        self._step.discard()  # its averages belong to another state
         self._step.state = with_own_moments(loaded)
 
     def _compared(self) -> Stages[MismatchError | None]:
-        """Return how the settings differ between ranks; an error would end all later exchanges."""
+        """Return how the settings differ between ranks; raising an error here would end all later exchanges."""
         try:
             settings = settings_since(self._told, self._step.optimizer, self.state)
             yield from same_settings(settings, self.state, self._step.params.tensors[0])
@@ -276,7 +276,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         return None
 
     def _note(self, outcome: Any) -> None:
-        """Record the outcome of the comparison; the buckets report an error of the communicator."""
+        """Record the outcome of the comparison; errors of the communicator are reported by the buckets."""
         self._disagreement = outcome if isinstance(outcome, MismatchError) else None
         self._agreed.set()
 
@@ -330,8 +330,8 @@ class OverlappedOptimizer(SavesState, Joinable):
     def _gradients_of(self, running: BackwardPass) -> dict[int, Any]:
         """Return `_gradients_to_use`, or raise what it raises on any rank.
 
-        Ranks compare only in steps that average momenta, since only there each rank has its own gradients, and only if
-        some rank has ever written to its gradients. Then each rank sends a byte to all others.
+        Ranks compare only in steps that average momenta, since only in these each rank has its own gradients, and only
+        if some rank has ever written to its gradients. To compare, each rank sends a byte to all others.
         """
         problem, found = None, {}
         try:

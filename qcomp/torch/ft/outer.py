@@ -1,4 +1,4 @@
-"""An outer loop among replicas of torchft: quorums where it exchanges, and inner steps alone between them."""
+"""An outer loop among replicas of torchft: quorums where it exchanges, and independent inner steps in between."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = ["ElasticOuterLoop"]
 class ElasticOuterLoop(QuorumMember):
     """An outer loop among replicas of torchft that may die, stop and join.
 
-    It takes the place of ``torchft.local_sgd.DiLoCo``. Replicas make their inner steps alone, and ask for a quorum only
-    where they exchange. If the quorum is new, they go back to before the last exchange that not all of them have
-    completed, and make it again. A new replica waits for the next exchange of the others. There it gets their
-    parameters, their mean displacement since the last exchange, and the inner optimizer's state of one of them. A
-    replica is one process. It may begin with any parameters; the first quorum copies one replica's parameters to all.
+    It takes the place of ``torchft.local_sgd.DiLoCo``. Replicas make their inner steps independently, and ask for a
+    quorum only where they exchange. If the quorum is new, they return to the state before the last exchange that not
+    all of them have completed, and repeat this exchange. A new replica waits for the next exchange of the others. There
+    it gets their parameters, their mean displacement since the last exchange, and one replica's inner optimizer state.
+    A replica is one process. It may begin with any parameters; the first quorum copies one replica's parameters to all.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class ElasticOuterLoop(QuorumMember):
 
     Notes
     -----
-    The inner steps of a dead replica since the last exchange are lost, with its residuals. The others repeat no inner
+    A dead replica's inner steps since the last exchange are lost, and so are its residuals. The others repeat no inner
     step, unless one of them had completed the last exchange when another had not: then the replica that had completed
     it goes back to it, with the state of its inner optimizer. For that a replica keeps a copy of its parameters,
     buffers and inner states as they were before the last exchange, and another copy while it exchanges. In the warm-up,
@@ -117,7 +117,7 @@ class ElasticOuterLoop(QuorumMember):
 
     @property
     def state(self) -> OptimizerState:
-        """The state of the loop of the core; its ``step`` counts the inner steps that are made."""
+        """The state of the core's loop; its ``step`` counts the inner steps made."""
         return self._state
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ class ElasticOuterLoop(QuorumMember):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; in the first call and in the warm-up, agree on who takes part and from where to go on.
+        """Clear the gradients; in the first call and in the warm-up, agree on the members and the step to go on from.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class ElasticOuterLoop(QuorumMember):
         Raises
         ------
         ValueError, MismatchError
-            On every replica, if they do not belong together.
+            On every replica, if the replicas do not belong together.
         RuntimeError
             From the manager, if there is no quorum in time, or after its ``max_retries``.
         """
@@ -161,8 +161,8 @@ class ElasticOuterLoop(QuorumMember):
         Returns
         -------
         bool
-            Whether `state` is one step further. If not, it is where it was, or at an earlier exchange: take the next
-            batch from there.
+            Whether `state` is one step further. If not, `state` is unchanged, or back at an earlier exchange: take the
+            next batch for that step.
 
         Raises
         ------
@@ -268,7 +268,7 @@ class ElasticOuterLoop(QuorumMember):
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Restore the inner states and buffers of the step that all went back to; a new replica gets another's."""
+        """Restore inner states and buffers of the step that all went back to; a new replica gets another replica's."""
         is_member = members[comm.rank]
         # Nothing is kept of the current step in the warm-up, before its forward pass.
         kept = (self._kept.get(held.history[-2].label) if is_member else None) or self._now()
@@ -292,16 +292,16 @@ class _Kept(NamedTuple):
     """The states of the inner optimizers, with positions relative to parameters."""
     buffers: list[torch.Tensor]
     positions: list[Place]
-    """Which entries these are."""
+    """Which entries are positions."""
 
 
 def _written(kept: _Kept) -> torch.Tensor:
-    """Return what is kept as bytes, in a copy: see `_content` of `qcomp.checkpoint.copies` for views of a file."""
+    """Return a `_Kept` as bytes, in a copy: see `_content` of `qcomp.checkpoint.copies` for views of a file."""
     file = io.BytesIO()
     torch.save(kept._asdict(), file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def _read(data: torch.Tensor) -> _Kept:
-    """Read it from bytes; nothing in them is executed."""
+    """Read a `_Kept` from bytes; nothing in them is executed."""
     return _Kept(**torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True))

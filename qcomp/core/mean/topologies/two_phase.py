@@ -17,7 +17,7 @@ from qcomp.core.numeric.random import Key
 __all__ = ["SERVER", "Arrived", "TwoPhase", "to_servers"]
 
 _WORKER, SERVER = 0, 1
-"""The hops of the draws."""
+"""The hops in the keys of random draws."""
 
 
 class Arrived(NamedTuple):
@@ -116,7 +116,7 @@ class TwoPhase(Topology):
         return codec.encode_average(opened, call.server, call.key.at(hop=SERVER), into=call.into.server)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
-        """Return what a rank spends."""
+        """Return the cost of a mean for one rank."""
         n, share = cluster.ranks, load.payload / cluster.ranks
         codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode) + 2 * load.call
         wire = 2 * to_all(share, cluster) + announcements(load, 2, cluster)
