@@ -29,7 +29,7 @@ with qcomp.checkpoint.on_signal(optimizer.comm) as ends:
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         if len(sys.argv) == 1:
-            print("steps", flush=True)
+            print("steps\\n", end="", flush=True)
         if optimizer.core_state.step == {last}:
             break
 print("rank", comm.rank, "of", comm.size, "ends at", optimizer.core_state.step, flush=True)

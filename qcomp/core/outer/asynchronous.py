@@ -37,7 +37,7 @@ from qcomp.core.outer.mailbox import (
     Read,
     Requests,
     Sending,
-    Snapshot,
+    SharedSnapshot,
     answer,
     numbers_of,
     require_alike,
@@ -216,7 +216,7 @@ class Asynchronous:
         fresh = self._initial(tensors, names_of(names, tensors))
         facts = self._facts(fresh, tensors)
         if not numbers_of((yield Names(SHARED))):
-            first = Snapshot(facts, None, {}, fresh)
+            first = SharedSnapshot(facts, None, {}, fresh)
             yield Create(f"{SHARED}/0", first.to_bytes())
         snapshot = yield from self._newest(fresh, facts, above=-1)
         if snapshot is None:
@@ -396,7 +396,7 @@ class Asynchronous:
 
     def _newest(
         self, like: OptimizerState, facts: Mapping[str, Any] | None, above: int
-    ) -> Requests[Snapshot | None]:
+    ) -> Requests[SharedSnapshot | None]:
         """Return the newest snapshot after round ``above``; None if there is none, or it cannot be read yet."""
         last = above
         while True:
@@ -408,8 +408,8 @@ class Asynchronous:
             if data is None:
                 continue
             if facts is not None:
-                require_alike(facts, Snapshot.facts_in(data))
-            return Snapshot.from_bytes(data, like, self.loop.outer)
+                require_alike(facts, SharedSnapshot.facts_in(data))
+            return SharedSnapshot.from_bytes(data, like, self.loop.outer)
 
     def _send(self, state: AsynchronousState, sent: Outgoing, now: float) -> Requests[AsynchronousState]:
         """Put a contribution into the mailbox, where an interrupted step may already have put it."""
@@ -485,7 +485,7 @@ class Asynchronous:
 
     def _save(self, state: AsynchronousState) -> Requests[None]:
         """Write the shared parameters; delete files that only ranks more than a snapshot behind could need."""
-        content = Snapshot(state.facts, state.is_weighted, state.counted, state.shared).to_bytes()
+        content = SharedSnapshot(state.facts, state.is_weighted, state.counted, state.shared).to_bytes()
         yield Create(f"{SHARED}/{state.version}", content)
         oldest = state.version - self.snapshot
         for number in numbers_of((yield Names(SHARED))):
@@ -544,7 +544,7 @@ class Asynchronous:
             self.max_age,
         )
 
-    def _jumped(self, state: AsynchronousState, snapshot: Snapshot) -> AsynchronousState:
+    def _jumped(self, state: AsynchronousState, snapshot: SharedSnapshot) -> AsynchronousState:
         """Return the state after the round of a snapshot."""
         after = state._replace(
             shared=snapshot.shared, counted=snapshot.counted, members=(), is_weighted=snapshot.is_weighted

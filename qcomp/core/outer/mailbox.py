@@ -37,7 +37,7 @@ __all__ = [
     "Read",
     "Requests",
     "Sending",
-    "Snapshot",
+    "SharedSnapshot",
     "answer",
     "numbers_of",
     "require_alike",
@@ -190,7 +190,7 @@ class Contribution(NamedTuple):
         return cls(weight, bool(is_weighted), tuple(parts))
 
 
-class Snapshot(NamedTuple):
+class SharedSnapshot(NamedTuple):
     """The state that all ranks share after a round."""
 
     facts: Mapping[str, Any]
@@ -223,7 +223,7 @@ class Snapshot(NamedTuple):
         return facts
 
     @classmethod
-    def from_bytes(cls, data: bytes, like: OptimizerState, outer: Optimizer) -> "Snapshot":
+    def from_bytes(cls, data: bytes, like: OptimizerState, outer: Optimizer) -> "SharedSnapshot":
         """Return a snapshot from its bytes, with arrays like those of a state."""
         head, start = cls._head(data), data.find(b"\n") + 1
         (first, *_) = (x for _, x in named_arrays(like, EXACT))
