@@ -32,7 +32,8 @@ with qcomp.checkpoint.on_signal(optimizer.comm) as ends:
             print("steps\\n", end="", flush=True)
         if optimizer.core_state.step == {last}:
             break
-print("rank", comm.rank, "of", comm.size, "ends at", optimizer.core_state.step, flush=True)
+told = "rank %d of %d ends at %d\\n" % (comm.rank, comm.size, optimizer.core_state.step)
+print(told, end="", flush=True)  # at once: torchrun's ranks share an output that is not buffered
 torch.distributed.destroy_process_group()
 """
 RAY_WAITS = {"RAY_gcs_server_port_wait_time_s": "120", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180"}
