@@ -57,18 +57,11 @@ def test_a_rank_is_killed_and_another_joins(tmp_path):
 @pytest.mark.slow
 def test_a_job_that_starts_again_goes_on(tmp_path):
     """All processes have ended; the folder has the last rounds."""
-    first = subprocess.run(
-        [sys.executable, "-c", RANK.replace("quorum=2", "quorum=1"), str(tmp_path), "99", "99"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-    second = subprocess.run(
-        [sys.executable, "-c", RANK.replace("quorum=2", "quorum=1"), str(tmp_path), "98", "98"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+
+    def job(rank):
+        code = RANK.replace("quorum=2", "quorum=1")
+        command = [sys.executable, "-c", code, str(tmp_path), rank, rank]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    first, second = job("99"), job("98")
     assert second.splitlines()[0] == f"at {first.split()[-2]}"
