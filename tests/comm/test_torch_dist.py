@@ -867,7 +867,11 @@ say("ok")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_does_nothing_for_its_rank(torch_ranks):
-    """It may end in any way while its parent waits in an exchange, as a data loader's worker does."""
+    """It may drop all that it inherited while its parent waits in an exchange, as a data loader's worker does.
+
+    The child leaves by `os._exit`, as children of multiprocessing do: a thread of gloo may hold the lock of exit()
+    during the fork, and then exit() in the child waits for ever.
+    """
     body = """
 import gc
 
@@ -890,7 +894,7 @@ def child():
     global pending
     del globals()["comm"], pending
     gc.collect()
-    sys.exit(0)
+    os._exit(0)
 
 if me == 0:
     pending = comm.start(AllGather(zeros(4), (4, 4)))
