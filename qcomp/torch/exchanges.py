@@ -467,7 +467,8 @@ class ReplicatedGradients(BeforeSteps):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of this rank's shards."""
-        where = {"shard": self._unit.shard, "shards": self._unit.shards, "trained": list(self._trained.names)}
+        where = {"shard": self._unit.shard, "shards": self._unit.shards, "axes": self._trained.axes}
+        where["trained"] = list(self._trained.names)
         return {**where, "mean": {} if self._state is None else self._mean.state_dict(self._state)}
 
     def read(self, saved: Sequence[Any]) -> tuple[Unit, Any]:
@@ -498,6 +499,12 @@ class ReplicatedGradients(BeforeSteps):
         if unit.names != names:
             raise ValueError(
                 f"{unit.label} has the parameters {self._unit.names}; the state has {tuple(map(shown, names))}"
+            )
+        axes = saved.get("axes", unit.axes)  # an older state has none
+        if axes != unit.axes:
+            raise ValueError(
+                f"{unit.label} is sharded along the axes {unit.axes}; the state has residuals of shards along other "
+                "axes: use the same shard_placement_fn"
             )
         return unit
 

@@ -159,6 +159,7 @@ def compress(
         "weight_changes": weight_changes,
         "modules": [[u.name, *u.names] for u in units],
         "shapes": [list(tensor.shape) for tensor in tensors],
+        "sharded axes": [unit.axes for unit in units],
         "requires_grad": {
             name: p.requires_grad for u in units for name, p in zip(u.names, u.params, strict=True)
         },

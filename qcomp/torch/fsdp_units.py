@@ -96,6 +96,11 @@ class Unit:
         """Return the number of elements in a shard of each parameter, with padding if ``world`` does not divide it."""
         return tuple(_padded_shape(p, world).numel() for p in self.params)
 
+    @property
+    def axes(self) -> list[int]:
+        """The axis along which each parameter is sharded."""
+        return list(map(_shard_dim, self.params))
+
     def own_shards(self, world: int) -> list[Any]:
         """Return this rank's shard of each parameter, flat, with zeros as padding."""
         local = [p.detach().to_local().flatten() for p in self.params]

@@ -97,8 +97,8 @@ class Muon(AveragingOptimizer):
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: a matrix goes to its owner when its bucket is ready, and owners
         orthogonalise while the backward pass goes on. Then a parameter that no rank used counts as having a gradient of
-        zero, only ``clip_norm`` can clip, and neither a GradScaler nor ``whiten_steps`` can be used. By default no
-        model is wrapped, and `step` averages.
+        zero, only ``clip_norm`` can clip, and no GradScaler can be used. By default no model is wrapped, and `step`
+        averages.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
         If False, every rank raises an error if they differ.
@@ -107,12 +107,12 @@ class Muon(AveragingOptimizer):
     same as without, so steps are equal too, bit for bit where the library multiplies a batch of matrices as it
     multiplies each.
 
-    Parameters may be sharded by ``fully_shard``, all of them by rows over one mesh, perhaps with replicas. Each rank
-    then sends its shard of a gradient to the owner of the matrix, and gets its shard of the update. With N ranks it
-    sends 1/N of the bytes that it would send for whole tensors. If ``comm`` has the ranks of several meshes of one
-    dimension, each mesh holds a replica, and the gradients of the replicas are averaged here; else FSDP2 has averaged
-    them. ``init_sync`` has no effect then, and replicas that begin with other parameters are an error. Without
-    compression, parameters are those of Muon on whole tensors, bit for bit.
+    Parameters may be sharded by ``fully_shard``, all of them over one mesh, perhaps with replicas, each along any axis,
+    but then without ``whiten_steps``. Each rank sends its shard of a gradient to the owner of the matrix, and gets its
+    shard of the update. With N ranks it sends 1/N of the bytes that it would send for whole tensors. If ``comm`` has
+    the ranks of several meshes of one dimension, each mesh holds a replica, and the gradients of the replicas are
+    averaged here; else FSDP2 has averaged them. ``init_sync`` has no effect then, and replicas that begin with other
+    parameters are an error. Without compression, parameters are those of Muon on whole tensors, bit for bit.
 
     Examples
     --------

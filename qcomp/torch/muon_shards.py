@@ -39,8 +39,8 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator)
     TypeError
         If only some parameters are sharded.
     ValueError
-        If parameters are not cut by rows, or are cut over several meshes; or, on every rank, if the ranks of the meshes
-        are not the ranks of ``comm``.
+        If a parameter is cut along several dimensions, or parameters over several meshes; or, on every rank, if the
+        ranks of the meshes are not the ranks of ``comm``.
     MismatchError
         On the other ranks, if some rank raises an error of its own.
     """
@@ -53,7 +53,8 @@ def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator)
         problem = error
     stages = _told(cut, problem, comm.size, own_part(params[0]))
     told = drive(owned(stages, Owner("optimizer", 0, tuple(names), 0, "init with shards")), comm)
-    return Sharding(tuple(tuple(p.shape) for p in params), *_grid(told))
+    axes = tuple(_cut_axis(p) for p in params)
+    return Sharding(tuple(tuple(p.shape) for p in params), *_grid(told), axes)
 
 
 def _told(
@@ -64,12 +65,19 @@ def _told(
     return [json.loads(text) for text in (yield from gather_texts(json.dumps(cut), size, like))]
 
 
+def _cut_axis(p: Any) -> int:
+    """Return the axis along which a parameter is cut; the first axis if it is not cut."""
+    axis = next((placement.dim for placement in p.placements if hasattr(placement, "dim")), 0)
+    return int(axis % max(1, p.ndim))
+
+
 def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
     """Return the ranks over which this rank's parameters are cut, and the index of its shard and of its replica."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - most models are not sharded
 
     first = next(p for p in params if hasattr(p, "device_mesh"))
-    mesh, placements = first.device_mesh, first.placements
+    mesh = first.device_mesh
+    kinds = list(map(type, first.placements))
     for name, p in zip(names, params, strict=True):
         if not hasattr(p, "device_mesh"):
             raise TypeError(
@@ -77,23 +85,21 @@ def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
                 "the whole model by fully_shard, make another optimizer for what it ignores, and call model.reshard() "
                 "after an evaluation"
             )
-        kinds = [type(placement) for placement in p.placements]
-        by_rows = all(placement.dim == 0 for placement in p.placements if type(placement) is Shard)
-        if not set(kinds) <= {Shard, Replicate} or kinds.count(Shard) > 1 or not by_rows:
+        own = list(map(type, p.placements))
+        if not set(own) <= {Shard, Replicate} or own.count(Shard) > 1:
             raise ValueError(
-                f"the parameter {name!r} has the placements {p.placements}; expected Shard(0) on one dimension of the "
-                "mesh, and Replicate() on the others, as fully_shard makes them if neither tensor parallelism nor "
-                "shard_placement_fn is used"
+                f"the parameter {name!r} has the placements {p.placements}; expected Shard on one dimension of the "
+                "mesh at most, and Replicate() on the others, as fully_shard makes them without tensor parallelism"
             )
-        if p.device_mesh != mesh or p.placements != placements:
+        if p.device_mesh != mesh or own != kinds:
             raise ValueError(
                 f"the parameter {name!r} is cut over {p.device_mesh} with {p.placements}, {names[0]!r} over {mesh} "
-                f"with {placements}; expected one mesh: make an optimizer for each mesh, with different seeds"
+                f"with {first.placements}; expected one mesh: make an optimizer for each mesh, with different seeds"
             )
         if not own_part(p).is_contiguous():
             raise ValueError(f"the shard of {name!r} is not contiguous; expected a contiguous one")
     at, sizes = mesh.get_coordinate(), [mesh.size(dim) for dim in range(mesh.ndim)]
-    is_shard = [type(placement) is Shard for placement in placements]
+    is_shard = [kind is Shard for kind in kinds]
     replica = 0
     for number, size, is_cut in zip(at, sizes, is_shard, strict=True):
         replica = replica if is_cut else replica * size + number

@@ -42,6 +42,10 @@ OPTIMIZERS = {
     ),
     "onebit_lamb": "qcomp.OneBitLamb(learning_rate=0.01, freeze=3, exact=policy)",
     "muon": "qcomp.Muon(learning_rate=0.01, others=['0.*'])",
+    "muon, whitened": (
+        "qcomp.Muon(learning_rate=0.01, others=['0.*'], compressor=qcomp.LloydMax(bits=2),"
+        " whiten_steps=qcomp.DoublingIntervals(2))"
+    ),
     "muon, drawn and coded": (
         "qcomp.Muon(learning_rate=lambda step: 0.01 / (step + 1), nesterov=False, block_rows=16,"
         " compressor=qcomp.QSGD(levels=7, bucket_size=64, coding='elias'), weight_decay=0.1,"

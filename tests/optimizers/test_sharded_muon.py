@@ -30,6 +30,8 @@ MESHES = {
     "3 x 2": ((0, 4), (5, 1), (3, 2)),
 }
 """The rank of each shard of each replica. Shards of 3 or 2 rows on 7 ranks are uneven, and many are empty."""
+AXES = {"first": (), "last": (1, 1, 2, 0, 1, 1, 1, 1), "mixed": (0, 1, 1, 0, 1, 0, 1, 0)}
+"""The axis along which each tensor is cut."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,19 +52,29 @@ def whole(of, step, dtype=np.float32):
     return [(np.round(rng.standard_normal(shape) * 64) / 64).astype(dtype) for shape in SHAPES]
 
 
+def place(sharding, tensor, rank):
+    """Return where a rank's shard lies in a tensor, as `torch.chunk` cuts it."""
+    axis, shape = sharding.axes[tensor] if sharding.axes else 0, SHAPES[tensor]
+    most, (_, shard) = -(-shape[axis] // len(sharding.ranks[0])), sharding.places[rank]
+    return (*[slice(None)] * axis, slice(shard * most, (shard + 1) * most))
+
+
 def cut(tensors, sharding, rank):
-    parts = [sharding.part(tensor, rank) for tensor in range(len(SHAPES))]
-    return [x.ravel()[start:stop].copy() for x, (start, stop) in zip(tensors, parts, strict=True)]
+    return [x[place(sharding, i, rank)].ravel() for i, x in enumerate(tensors)]
 
 
 def joined(of_ranks, sharding):
-    """Return whole tensors from the shards of each replica, which must be equal."""
-    found = [
-        [np.concatenate([of_ranks[rank][i] for rank in replica]) for i in range(len(SHAPES))]
-        for replica in sharding.ranks
-    ]
-    assert len({b"".join(x.tobytes() for x in of_replica) for of_replica in found}) == 1
-    return [x.reshape(shape) for x, shape in zip(found[0], SHAPES, strict=True)]
+    """Return whole tensors from the shards of all ranks; shards of replicas must be equal."""
+    whole = [np.zeros(shape, of_ranks[0][0].dtype) for shape in SHAPES]
+    for rank, shards in enumerate(of_ranks):
+        for i, shard in enumerate(shards):
+            where = place(sharding, i, rank)
+            whole[i][where] = shard.reshape(whole[i][where].shape)
+    for rank, shards in enumerate(of_ranks):
+        assert b"".join(x.tobytes() for x in cut(whole, sharding, rank)) == b"".join(
+            x.tobytes() for x in shards
+        )
+    return whole
 
 
 class Job:
@@ -117,10 +129,10 @@ class Job:
             names = [name for name, is_exact in zip(NAMES, state.exact, strict=True) if not is_exact]
             layout = mean.layout(kept.shapes, rank=state.rank, size=state.size)
             for part, residual in zip(layout.residuals.worker, kept.worker, strict=bool(kept.worker)):
-                name, where = names[part.tensor], slice(part.start, part.stop)
-                size = prod(SHAPES[NAMES.index(name)])
-                sums.setdefault(name, np.zeros(size))[where] += residual
-                counts.setdefault(name, np.zeros(size))[where] += 1
+                name = names[part.tensor]
+                i = NAMES.index(name)
+                for sum_of, value in ((sums, residual), (counts, np.ones_like(residual))):
+                    add(sum_of.setdefault(name, np.zeros(SHAPES[i])), value, self.sharding, i, state.rank)
             mine = layout.residuals.server
             for place, part in enumerate(mine):
                 assert names[part.tensor] not in owned
@@ -145,6 +157,13 @@ def reference(lockstep, replicas, steps, **changes):
     return params[0]
 
 
+def add(whole, shard, sharding, tensor, rank):
+    """Add a rank's shard to a whole tensor, unless the rank does not send it."""
+    if shard.size:
+        where = place(sharding, tensor, rank)
+        whole[where] += shard.reshape(whole[where].shape)
+
+
 def equal(xs, ys):
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(xs, ys, strict=True))
 
@@ -157,17 +176,18 @@ FORMS = {"splits": {"wide": 2, "tall": (8, 16)}, "stacks": ("kernel",)}
     "changes", [{}, FORMS, {"block_rows": 5, "clip_norm": 3.0, "nesterov": False}], ids=str
 )
 @pytest.mark.parametrize("mesh", MESHES)
-def test_without_loss_it_equals_muon_of_whole_tensors(lockstep, mesh, changes):
+@pytest.mark.parametrize("axes", ["first", "mixed"])
+def test_without_loss_it_equals_muon_of_whole_tensors(lockstep, axes, mesh, changes):
     """Bit for bit: clipping too, since norms of numbers with few bits are exact."""
     ref = reference(lockstep, 1, 3, **EXACT, **changes)
-    job = Job(lockstep, Sharding(SHAPES, MESHES[mesh]), **EXACT, **changes).steps(0, 1, 2)
+    job = Job(lockstep, Sharding(SHAPES, MESHES[mesh], axes=AXES[axes]), **EXACT, **changes).steps(0, 1, 2)
     assert equal(joined(job.params, job.sharding), ref)
     assert not any(state.exchange.worker for state in job.states)
 
 
 @pytest.mark.parametrize("mesh", ["2 x 2", pytest.param("3 x 2", marks=pytest.mark.slow)])
 def test_without_loss_the_mean_over_replicas_is_that_of_whole_tensors(lockstep, mesh):
-    sharding = Sharding(SHAPES, MESHES[mesh], averaged=False)
+    sharding = Sharding(SHAPES, MESHES[mesh], averaged=False, axes=AXES["mixed"])
     job = Job(lockstep, sharding, **EXACT).steps(0, 1, 2)
     assert equal(joined(job.params, sharding), reference(lockstep, len(sharding.ranks), 3, **EXACT))
 
@@ -192,7 +212,7 @@ class Sums:
 @pytest.mark.parametrize(("pair", "repaid"), [(COARSE, 0.5), (CODED, 1.0)], ids=["coarse", "coded"])
 def test_feedback_loses_nothing_on_either_way(lockstep, pair, mesh, averaged, repaid):
     """Sum of the means = sum of the exact means - mean_i e_i; sum of the updates = 3 sum of the means - e."""
-    sharding = Sharding(SHAPES, MESHES[mesh], averaged)
+    sharding = Sharding(SHAPES, MESHES[mesh], averaged, AXES["mixed"])
     ranks, replicas = range(len(sharding.places)), len(sharding.ranks)
     mean = owned_shards.ShardedMean(
         pair["compressor"], updates=pair["update_compressor"], rule=Sums(), repaid=repaid, sharding=sharding
@@ -215,12 +235,12 @@ def test_feedback_loses_nothing_on_either_way(lockstep, pair, mesh, averaged, re
             share = 1 if averaged else 1 / replicas
             exact = [total + share * x for total, x in zip(exact, whole(of, step, np.float64), strict=True)]
     sums = [x.ravel() for x in joined(decoded, sharding)]
-    owed, counts = [np.zeros(x.size) for x in exact], [np.zeros(x.size) for x in exact]
+    owed, counts = [np.zeros(shape) for shape in SHAPES], [np.zeros(shape) for shape in SHAPES]
     for rank, state in enumerate(states):
         layout = mean.layout(state.shapes, rank=rank, size=len(ranks))
         for part, residual in zip(layout.residuals.worker, state.worker, strict=True):
-            owed[part.tensor][part.start : part.stop] += residual / repaid
-            counts[part.tensor][part.start : part.stop] += 1
+            add(owed[part.tensor], residual / repaid, sharding, part.tensor, rank)
+            add(counts[part.tensor], np.ones_like(residual), sharding, part.tensor, rank)
     assert all((count == (1 if averaged else replicas)).all() for count in counts)
     assert any(map(np.any, owed))
     found = set()
@@ -229,7 +249,7 @@ def test_feedback_loses_nothing_on_either_way(lockstep, pair, mesh, averaged, re
         for place, part in enumerate(mine):
             i = part.tensor
             total, residual = state.server[place], state.server[len(mine) + place]
-            np.testing.assert_allclose(total, exact[i].ravel() - owed[i] / counts[i], rtol=0, atol=1e-12)
+            np.testing.assert_allclose(total, (exact[i] - owed[i] / counts[i]).ravel(), rtol=0, atol=1e-12)
             np.testing.assert_allclose(sums[i], 3 * total - residual, rtol=0, atol=1e-12)
             found.add(i)
     assert found == set(range(len(SHAPES)))
@@ -276,14 +296,27 @@ def test_no_two_shards_of_an_update_share_draws():
     assert sum(s.size for f in frames for s in f.chunk) == sum(map(prod, SHAPES))
 
 
-CHAIN = ["4", "2", "3", "2 x 2", "7", "1"]
+CHAIN = [
+    Sharding(SHAPES, MESHES[mesh], axes=AXES[axes])
+    for mesh, axes in [
+        ("4", "first"),
+        ("2", "mixed"),
+        ("2", "last"),
+        ("2", "first"),
+        ("3", "last"),
+        ("2 x 2", "last"),
+        ("7", "mixed"),
+        ("1", "first"),
+    ]
+]
+"""With 2 ranks, the shards of a tensor have the same sizes along all axes."""
 
 
 def test_a_checkpoint_goes_on_bit_for_bit_on_other_meshes(lockstep):
     """Moments and owners' arrays move unchanged; without loss the whole run is that of one rank."""
-    job = Job(lockstep, Sharding(SHAPES, MESHES[CHAIN[0]]), **EXACT).steps(0)
-    for step, mesh in enumerate(CHAIN[1:], 1):
-        job = job.moved_to(Sharding(SHAPES, MESHES[mesh])).steps(step)
+    job = Job(lockstep, CHAIN[0], **EXACT).steps(0)
+    for step, sharding in enumerate(CHAIN[1:], 1):
+        job = job.moved_to(sharding).steps(step)
     assert equal(joined(job.params, job.sharding), reference(lockstep, 1, len(CHAIN), **EXACT))
 
 
@@ -293,8 +326,8 @@ def test_other_meshes_owe_the_same(lockstep, averaged):
     job = Job(lockstep, Sharding(SHAPES, MESHES["2 x 2"], averaged), clip_norm=1.0).steps(0, 1)
     before, owned = job.residuals()
     assert len(before) == len(owned) == 6
-    for mesh in ("3", "3 x 2", "2"):
-        job = job.moved_to(Sharding(SHAPES, MESHES[mesh], averaged))
+    for mesh, axes in (("3", "last"), ("3 x 2", "last"), ("2", "mixed"), ("2", "first")):
+        job = job.moved_to(Sharding(SHAPES, MESHES[mesh], averaged, AXES[axes]))
         after, now = job.residuals()
         for name in before:
             np.testing.assert_allclose(after[name], before[name], rtol=0, atol=1e-6)
@@ -333,6 +366,13 @@ def test_a_dict_that_is_missing_or_damaged_is_refused_on_every_rank(lockstep):
     for changed in ({key: saved[1][key][:-1]}, {"momentum.embedding@0": saved[1][key]}):
         one = {k: v for k, v in saved[1].items() if k not in (key, "digests")} | changed
         assert "expected ranges that cover all" in refused([saved[0], one, *saved[2:]])
+    for start, text in (("0*7", "no such tensor"), ("4*8", "no columns"), ("30*2", "no columns")):
+        one = {k: v for k, v in saved[1].items() if k not in (key, "digests")}
+        assert text in refused([saved[0], {**one, f"momentum.embedding@{start}": saved[1][key]}, *saved[2:]])
+    again = {**saved[0], "momentum.embedding@00": np.zeros(120, np.float32)}
+    assert "expected disjoint ranges" in refused(
+        [{k: v for k, v in again.items() if k != "digests"}, *saved[1:]]
+    )
     assert "does not keep" in refused([{**saved[0], "momentum.tall@0": np.zeros(3, np.float32)}, *saved[1:]])
     changed = saved[1] | {key: saved[1][key] + 1}
     assert "differ from their digests" in refused([saved[0], changed, *saved[2:]])
@@ -375,12 +415,18 @@ def test_what_does_not_fit_is_refused(lockstep):
     other = dataclasses.replace(sharding, ranks=((1, 0),))
     with pytest.raises(qcomp.MismatchError, match="shards"):
         start((sharding, other))
+    columns = dataclasses.replace(sharding, axes=AXES["last"])
+    with pytest.raises(qcomp.MismatchError, match="shards"):
+        start((sharding, columns), [params[0], cut(whole(99, 0), columns, 1)])
     with pytest.raises(ValueError, match="shards has 3 ranks; comm has 2"):
         start((Sharding(SHAPES, MESHES["3"]),) * 2)
     with pytest.raises(ValueError, match=r"whiten_steps is .*; expected None"):
         muon(sharding, whiten_steps=qcomp.DoublingIntervals(1))
     with pytest.raises(ValueError, match=re.escape("ranks is ((0, 1), (1, 2))")):
         Sharding(SHAPES, ((0, 1), (1, 2)))
+    for axes in ((0,) * 7, (0, 2) + (0,) * 6, (-1,) * 8):
+        with pytest.raises(ValueError, match=re.escape(f"axes is {axes}; expected an axis of each")):
+            Sharding(SHAPES, MESHES["2"], axes=axes)
     replicas = Sharding(SHAPES, ((0,), (1,)))
     both = [[x.ravel() for x in whole(99, 0)] for _ in range(2)]
     both[1][4] = both[1][4] + 1

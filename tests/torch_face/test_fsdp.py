@@ -996,6 +996,28 @@ assert text.startswith("MismatchError: the ranks were not started alike: the par
     )
 
 
+@pytest.mark.slow
+def test_residuals_of_rows_are_refused_for_columns(said):
+    """Both have equally many elements, but others."""
+    said(
+        2,
+        """
+mesh = dist.init_device_mesh("cpu", (1, n), mesh_dim_names=("replicas", "shards"))
+def compressed(**along):
+    model = fully_shard(torch.nn.Linear(8, 18), mesh=mesh["shards"], **along)
+    return compress(model, SIGN, replicas=mesh["replicas"], exact=None)
+columns = {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+saved = compressed(**columns).state_dict()
+text = refusal(lambda: compressed().load_state_dict(saved))
+assert "sharded along the axes [0, 0]; the state has residuals of shards along other axes" in text, text
+compressed(**columns).load_state_dict(saved)
+along = columns if me else {}
+text = refusal(lambda: compressed(**along))
+assert "MismatchError" in text and "axes" in text, text
+""",
+    )
+
+
 def test_unused_parameters_may_have_zeros(said):
     said(
         2,

@@ -35,6 +35,10 @@ def sharded(mesh, dtype=torch.float32, **options):
     fully_shard(model[1], mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
+def columns(n):
+    # Of the matrices whose columns torch can cut into n equal parts.
+    return lambda p: Shard(1) if p.ndim > 1 and p.shape[1] % n == 0 else None
+
 def muon(model, **options):
     return qcomp.torch.Muon(model.named_parameters(), **options)
 
@@ -73,7 +77,7 @@ def said(torch_ranks):
 
 @pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_without_loss_it_equals_muon_on_whole_parameters(said, n):
-    """3 rows on 4 ranks are uneven, and leave one empty; a checkpoint goes on with the same bits."""
+    """3 rows on 4 ranks are uneven, and leave one empty; a checkpoint goes on with the same bits, in columns too."""
     said(
         n,
         """
@@ -81,12 +85,18 @@ shapes = [(n,), (n, 1), *([(2, 2)] if n == 4 else [])]
 for dtype in (torch.float32, torch.bfloat16):
     for shape in shapes:
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape):])
-        model, ours = network(dtype), sharded(mesh, dtype)
+        along = {"shard_placement_fn": columns(shape[-1])}
+        model, ours, others = network(dtype), sharded(mesh, dtype), sharded(mesh, dtype, **along)
+        assert sum(p.placements[-1] == Shard(1) for p in others.parameters()) == {1: 4, 2: 3, 3: 3, 4: 1}[shape[-1]]
         stock, muons = muon(model, comm=alone, **EXACT), muon(ours, **EXACT)
         for step in range(4):
             if step == 2:
-                saved, muons = muons.state_dict(), muon(ours, **EXACT)
+                saved, muons = muons.state_dict(), muon(others, **EXACT)
                 muons.load_state_dict(saved)
+                for p, q in zip(ours.parameters(), others.parameters()):
+                    with torch.no_grad():
+                        q.copy_(distribute_tensor(p.full_tensor(), mesh, q.placements))
+                ours = others
             give((model, ours), step)
             stock.step()
             muons.step()
@@ -146,13 +156,14 @@ assert 0 < abs(coded - exact) < 0.03, (coded, exact)
 
 @pytest.mark.slow
 def test_a_checkpoint_of_4_ranks_goes_on_with_2_and_3(said, tmp_path):
-    """Through torch.distributed.checkpoint and its planner, as one rank alone would have gone on."""
-    for number, n in enumerate((4, 2, 3)):
+    """Through torch.distributed.checkpoint and its planner, as one rank alone would have gone on; also in columns."""
+    for number, n in enumerate((4, 2, 2, 3)):
         said(
             n,
             f"""
 first, where = {2 * number}, {str(tmp_path)!r}
-model, ours = network(), sharded(line)
+along = {{"shard_placement_fn": columns(n)}} if first in (2, 6) else {{}}
+model, ours = network(), sharded(line, **along)
 stock, muons = muon(model, comm=alone, **EXACT), muon(ours, **EXACT)
 state = {{"model": ours, "optimizer": muons}}
 if first:
@@ -173,13 +184,14 @@ def test_what_does_not_fit_is_refused_on_every_rank(said):
         2,
         """
 plain = torch.nn.Parameter(torch.ones(3, 3))
-columns = torch.nn.Parameter(distribute_tensor(torch.ones(8, 8), line, [Shard(1)]))
+square = dist.init_device_mesh("cpu", (2, 1))
+tiles = torch.nn.Parameter(distribute_tensor(torch.ones(8, 8), square, [Shard(0), Shard(1)]))
 extra = [("plain", plain)]
 self = dist.new_group([0]), dist.new_group([1])
 for make in (
     lambda: qcomp.torch.Muon([*sharded(line).named_parameters(), *extra], **OTHERS),
     lambda: qcomp.torch.Muon([*sharded(line).named_parameters(), *(extra if me else [])], **OTHERS),
-    lambda: qcomp.torch.Muon([("columns", columns)], lr=0.05),
+    lambda: qcomp.torch.Muon([("tiles", tiles)], lr=0.05),
     lambda: muon(sharded(line), **OTHERS, momentum=0.9 if me else 0.8),
     lambda: muon(sharded(line), **OTHERS, whiten_steps=qcomp.DoublingIntervals(1)),
     lambda: muon(sharded(line), **OTHERS, comm=self[me]),
@@ -199,13 +211,13 @@ print(refusal(muons.step), flush=True)
 assert all(torch.equal(x, y) for x, y in zip(before, whole(ours)))
 """,
     )
-    mixed, one, columns, settings, whiten, comm, nan, rate = zip(*texts, strict=True)
+    mixed, one, tiles, settings, whiten, comm, nan, rate = zip(*texts, strict=True)
     assert all(
         text.startswith("TypeError: the parameter 'plain' is whole, and others are sharded") for text in mixed
     )
     assert "MismatchError: rank 1 cannot make an optimizer for shards: TypeError" in one[0]
     assert one[1].startswith("TypeError: the parameter 'plain' is whole")
-    assert all("ValueError: the parameter 'columns' has the placements" in text for text in columns)
+    assert all("ValueError: the parameter 'tiles' has the placements" in text for text in tiles)
     assert all("MismatchError" in text and "momentum" in text for text in settings)
     assert all("ValueError: whiten_steps is" in text for text in whiten)
     assert all("ValueError: comm has 1 ranks" in text for text in comm)

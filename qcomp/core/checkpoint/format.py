@@ -257,8 +257,8 @@ def from_state_dict(
 
 def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[str, Array]]:
     """Yield the arrays of a state with their keys; parts of tensors are named by tensor and offset."""
-    starts = mean.starts(state.rank)
-    places = [f"{n}@{start}" for n, start in zip(state.names, starts, strict=True)] if starts else state.names
+    starts = dict(zip(state.names, mean.starts(state.rank), strict=False))
+    places = [f"{name}@{start}" for name, start in starts.items()] if starts else state.names
     yield from zip((f"momentum.{place}" for place in places), state.momentum, strict=False)
     yield from zip((f"variance.{place}" for place in places), state.variance, strict=False)
     compressed = [name for name, exact in zip(state.names, state.exact, strict=True) if not exact]
@@ -266,7 +266,8 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
     if kept.worker or kept.server:
         worker, server = mean.layout(kept.shapes, rank=kept.rank, size=kept.size, nodes=kept.nodes).residuals
         of_worker, *of_server = mean.kinds
-        keys = (f"{of_worker}.{compressed[s.tensor]}{f'@{s.start}' if s.start else ''}" for s in worker)
+        parts = [(name, starts.get(name, f"{s.start}")) for s in worker for name in (compressed[s.tensor],)]
+        keys = (f"{of_worker}.{name}{'' if start == '0' else f'@{start}'}" for name, start in parts)
         yield from zip(keys, kept.worker, strict=True)
         keys = (f"{kind}.{compressed[s.tensor]}@{s.start}" for kind in of_server for s in server)
         yield from zip(keys, kept.server, strict=True)

@@ -2,32 +2,24 @@
 
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
-from qcomp.core.checkpoint.coverage import Part, coverage, is_within, require_disjoint
+from qcomp.core.checkpoint.coverage import Part, coverage, is_within
 from qcomp.core.checkpoint.format import (
     SCHEMA,
     SERVER,
     WORKER,
-    named_arrays,
-    owned_keys,
     read_arrays,
     read_scalars,
-    require_dtype,
-    require_fit,
     require_intact,
-    require_keys,
     require_sizes,
 )
 from qcomp.core.checkpoint.manifest import (
     CURES,
     ArrayEntry,
-    Described,
     Manifest,
     describe,
     facts_of,
@@ -39,104 +31,15 @@ from qcomp.core.checkpoint.manifest import (
     require_agreement,
     require_no_problem,
 )
-from qcomp.core.checkpoint.schema import shown
+from qcomp.core.checkpoint.mergeable import require_mergeable
+from qcomp.core.checkpoint.world import Place, Saved, World
 from qcomp.core.handshake import gather_texts
-from qcomp.core.mean.compressed_mean import EXACT, CompressedMean, MeanState
+from qcomp.core.mean.compressed_mean import EXACT, MeanState
 from qcomp.core.mean.framing import join, joined_size, split
+from qcomp.core.mean.sharding import columns, from_columns
 from qcomp.core.mean.stages import AllGather, AllToAll, Stages
-from qcomp.core.numeric.arrays import (
-    Array,
-    array_namespace,
-    bytes_of,
-    compute_dtype_name,
-    concat,
-    device,
-    divide,
-    dtype_name,
-    flush,
-)
+from qcomp.core.numeric.arrays import Array, array_namespace, bytes_of, device, divide, flush
 from qcomp.core.reporting import name_ranks, warn_caller
-from qcomp.core.state import OptimizerState
-
-Saved = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class World:
-    """The world in which a saved state resumes."""
-
-    replica: Described
-    """The optimizer or outer loop."""
-    fresh: OptimizerState
-    """The state before the first step, on this rank."""
-    params: Sequence[Array]
-    strict: bool = True
-    """Whether to accept only dicts that this replica would save, with the same compressors."""
-    lost: Collection[int] = ()
-    """The old ranks whose own arrays are lost, and are zeros in their dicts; the same on all ranks."""
-    drops: bool = False
-    """Whether dicts may be missing although their ranks had arrays of their own, which are then lost."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self.fresh.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.fresh.size
-
-    @property
-    def like(self) -> Array:
-        """Gives the library and the device of exchanged arrays."""
-        return self.params[0]
-
-    @cached_property
-    def sizes(self) -> Mapping[str, int]:
-        """Elements of each parameter, by name."""
-        return dict(zip(self.fresh.names, map(math.prod, self.replica.shapes_of(self.params)), strict=True))
-
-    @cached_property
-    def mean(self) -> CompressedMean:
-        """The mean whose residuals the state holds."""
-        return self.replica.mean_of(self.fresh)
-
-    @cached_property
-    def owned(self) -> Sequence[str]:
-        """The keys of all arrays that exist once in the world; the same on all ranks."""
-        return owned_keys(self.fresh, self.mean)
-
-    @property
-    def part_kinds(self) -> tuple[str, ...]:
-        """The kinds of arrays that are cut: each rank holds a part for each tensor."""
-        return self.mean.part_kinds
-
-    @property
-    def owned_kinds(self) -> tuple[str, ...]:
-        """The kinds of arrays that exist once in the world."""
-        return tuple(sorted({kind_of(key) for key in self.owned}))
-
-    def template(self, step: int, stage: str) -> Mapping[str, Array]:
-        """Return the arrays that this rank holds at the start of a stage, by key."""
-        return dict(named_arrays(self.replica.enter(self.fresh._replace(step=step), stage), self.mean))
-
-    def accept(self, one: Saved) -> None:
-        """If `strict`, raise ValueError unless this replica would save a dict with these scalars."""
-        if self.strict:
-            self.replica.require_maker(one)
-
-    def place(self, key: str) -> tuple[str, int]:
-        """Return the tensor of a residual, and the offset of the residual within it."""
-        _, _, name = key.partition(".")
-        if name in self.sizes:
-            return name, 0
-        name, _, start = name.rpartition("@")
-        if name not in self.sizes or not start.isdecimal():
-            raise ValueError(
-                f"the state has {shown(key)}; params has no such tensor: another model or optimizer"
-            )
-        return name, int(start)
 
 
 def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
@@ -218,7 +121,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         arrays = {key: served[key] if kind_of(key) == SERVER else handed[key] for key in template}
         scalars = manifests[world.rank].scalars
     else:
-        covered = _require_mergeable(manifests, template, world, size)
+        covered = require_mergeable(manifests, template, world, size)
         _warn_of_merging(differing, averaged, by, size, world)
         arrays = yield from _merge(mine, by, manifests, template, world, covered=covered, averaged=averaged)
         skipped = max(
@@ -287,7 +190,9 @@ def _served_once(lengths: Iterable[tuple[str, int]], world: World) -> set[str] |
     served: dict[str, list[Part]] = {}
     try:
         for key, length in lengths:
-            name, start = world.place(key)
+            name, start, rows = world.place(key)
+            if rows > 1:
+                return None
             served.setdefault(name, []).append((start, start + length))
         counts = {coverage(parts, world.sizes[name], name) for name, parts in served.items()}
     except ValueError:  # merging reports it, on all ranks alike
@@ -305,31 +210,26 @@ def _parts(
     kinds: Sequence[str],
 ) -> Stages[dict[str, Array]]:
     """Return the parts of tensors that this rank has now, from the ranks that had them; equal parts are sent once."""
-    wanted = {
-        key: (kind_of(key), *world.place(key), like)
-        for key, like in template.items()
-        if kind_of(key) in kinds
-    }
-    pieces: dict[str, list[tuple[int, Array]]] = {key: [] for key in wanted}
-    seen: set[tuple[str, tuple[int, ...]]] = set()
+    found = {key: like for key, like in template.items() if kind_of(key) in kinds}
+    held: dict[tuple[str, str], dict[tuple[Place, int], tuple[int, str, ArrayEntry]]] = {}
     for old, manifest in manifests.items():
-        for key, entry in manifest.of_kinds(*kinds).items():  # one at a time, as in `_unmerged`
-            if (key, entry.shape) in seen:
-                continue
-            seen.add((key, entry.shape))
-            part = yield from _from_one(by[old], mine.get(old), key, entry, world)
-            name, start = world.place(key)
-            stop = start + math.prod(entry.shape)
-            for own, (kind, tensor, first, like) in wanted.items():
-                low, high = max(first, start), min(first + like.shape[0], stop)
-                if (kind, tensor) == (kind_of(key), name) and low < high:
-                    pieces[own].append((low, part[low - start : high - start]))
-    return {
-        key: concat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
-        if parts
-        else template[key]
-        for key, parts in pieces.items()
-    }
+        for key, entry in manifest.of_kinds(*kinds).items():
+            place, size = world.place(key), math.prod(entry.shape)
+            if size:
+                held.setdefault((kind_of(key), place.name), {}).setdefault((place, size), (old, key, entry))
+    for (kind, name), parts in held.items():  # one tensor at a time, as in `_unmerged`
+        pieces = []
+        for which in sorted(parts):
+            old, key, entry = parts[which]
+            pieces.append((yield from _from_one(by[old], mine.get(old), key, entry, world)))
+        (_, _, rows), _ = next(iter(parts))
+        whole = from_columns(pieces, rows)
+        for key, like in found.items():
+            own = world.place(key)
+            if (kind_of(key), own.name) == (kind, name) and like.shape[0]:
+                part = columns(whole, own.rows, own.start, own.start + like.shape[0])
+                found[key] = array_namespace(part).asarray(part, copy=True)  # a view would keep the whole
+    return found
 
 
 def _hand_over(
@@ -390,7 +290,7 @@ def _merge(
 ) -> Stages[dict[str, Array]]:
     """Return the initial arrays of this rank in a different world.
 
-    ``covered`` is from `_require_mergeable`. Every rank gets the mean over the old ranks of the kinds in ``averaged``.
+    ``covered`` is from `require_mergeable`. Every rank gets the mean over the old ranks of the kinds in ``averaged``.
     """
     arrays = yield from _unmerged(mine, by, manifests, template, world, averaged=averaged)
 
@@ -411,16 +311,16 @@ def _merge(
     workers: dict[str, list[Part]] = {}
     for key, like in template.items():
         if kind_of(key) == WORKER:
-            name, start = world.place(key)
+            name, start, _ = world.place(key)
             workers.setdefault(name, []).append((start, start + like.shape[0]))
 
     for key, like in template.items():
         if kind_of(key) == WORKER:
-            name, start = world.place(key)
+            name, start, rows = world.place(key)
             total = totals.get(f"{WORKER}.{name}")  # None if the old world had no residual
-            arrays[key] = like if total is None else total[start : start + like.shape[0]]
+            arrays[key] = like if total is None else columns(total, rows, start, start + like.shape[0])
         elif kind_of(key) == SERVER:
-            name, start = world.place(key)
+            name, start, _ = world.place(key)
             total, part = totals.get(f"{WORKER}.{name}"), (start, start + like.shape[0])
             if total is None or is_within(part, workers[name]):
                 arrays[key] = like
@@ -478,107 +378,6 @@ def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Arr
     return {**shares, **dict(zip(filled, means, strict=True))}
 
 
-def _require_mergeable(
-    manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World, size: int
-) -> dict[str, int]:
-    """Return the number of old ranks over which each tensor's residuals are averaged, by tensor name.
-
-    This is the number of ranks with a worker or a server residual for an element: the server of a chunk may not be a
-    worker for it. If some of the ``size`` dicts are missing, it is the number of all old ranks.
-    """
-    apart = (WORKER, SERVER, *world.owned_kinds, *world.part_kinds)
-    alike = manifests[min(manifests)].but_kinds(*apart)
-    expected = {key: like for key, like in template.items() if kind_of(key) not in apart}
-    require_keys(alike, expected)
-    _require_owned(manifests, world, size)
-    _require_parts(manifests, template, world)
-    for key, like in expected.items():
-        require_fit(alike[key].shape, alike[key].dtype, like, key)
-    likes = {world.place(key)[0]: like for key, like in template.items() if kind_of(key) == WORKER}
-    held = [manifest.of_kinds(WORKER, SERVER) for manifest in manifests.values()]
-    if not any(held):  # without compression or without feedback
-        return {}
-    if not likes:
-        raise ValueError(
-            f"the states have residuals, such as {min(held[0] or held[-1])}, but this world keeps none: it has one "
-            "node or feedback=False; expected a world with feedback between nodes, such as topology='two_phase'"
-        )
-    taking_part: dict[str, list[Part]] = {}
-    served: dict[str, list[Part]] = {}
-    for entries in held:
-        tensors = {world.place(key)[0] for key in entries if kind_of(key) == WORKER}
-        require_keys((f"{WORKER}.{name}" for name in tensors), (f"{WORKER}.{name}" for name in likes))
-        own: dict[str, dict[str, list[Part]]] = {WORKER: {}, SERVER: {}}
-        for key, entry in entries.items():
-            name, start = world.place(key)
-            if name not in likes:
-                raise ValueError(f"the state has {key}, which stays exact here: another model or optimizer")
-            require_dtype(entry.dtype, likes[name], key)
-            own[kind_of(key)].setdefault(name, []).append((start, start + math.prod(entry.shape)))
-        for kind, of_kind in own.items():
-            for name, parts in of_kind.items():
-                require_disjoint(parts, world.sizes[name], f"{kind}.{name}")
-        for name, parts in own[WORKER].items():
-            alone = [part for part in own[SERVER].get(name, []) if not is_within(part, parts)]
-            taking_part.setdefault(name, []).extend([*parts, *alone])
-        for name, parts in own[SERVER].items():
-            served.setdefault(name, []).extend(parts)
-    if len(manifests) < size:
-        return dict.fromkeys(taking_part, size)
-    for name, parts in served.items():
-        coverage(parts, world.sizes[name], f"{SERVER}.{name}")
-    return {
-        name: coverage(parts, world.sizes[name], f"{WORKER}.{name}") for name, parts in taking_part.items()
-    }
-
-
-def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -> None:
-    """Raise ValueError, on all ranks, unless each array that exists once is in one dict, with its size and dtype.
-
-    If some of the ``size`` dicts are missing, so may be some of these arrays.
-    """
-    owned = [
-        entry for manifest in manifests.values() for entry in manifest.of_kinds(*world.owned_kinds).items()
-    ]
-    given = {key for key, _ in owned}
-    require_keys(given, world.owned if len(manifests) == size else given.intersection(world.owned))
-    twice = sorted(key for key, count in Counter(key for key, _ in owned).items() if count > 1)
-    if twice:
-        raise ValueError(
-            f"several states have {twice[0]}, which exists once in a job: they belong to different jobs"
-        )
-    dtype = compute_dtype_name(dtype_name(world.like.dtype))
-    for key, entry in owned:
-        if (entry.shape, entry.dtype) != ((world.sizes[world.place(key)[0]],), dtype):
-            raise ValueError(
-                f"the state has {key} of shape {entry.shape} and dtype {entry.dtype}; expected "
-                f"{(world.sizes[world.place(key)[0]],)} and {dtype}"
-            )
-
-
-def _require_parts(manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World) -> None:
-    """Raise ValueError, on all ranks alike, unless the dicts have all parts of the tensors, of the right dtype."""
-    here = {(kind_of(key), world.place(key)[0]): like for key, like in template.items()}
-    kept = dict(zip(world.fresh.names, world.fresh.exact, strict=True))
-    found: dict[tuple[str, str], list[Part]] = {
-        (kind, name): [] for kind, name in here if kind in world.part_kinds
-    }
-    for manifest in manifests.values():
-        for key, entry in manifest.of_kinds(*world.part_kinds).items():
-            name, start = world.place(key)
-            place = kind_of(key), name
-            if place not in found or len(entry.shape) != 1 or (entry.shape[0] and not kept[name]):
-                raise ValueError(
-                    f"the state has {key} of shape {entry.shape}, which this optimizer does not keep: another model or "
-                    "optimizer"
-                )
-            require_dtype(entry.dtype, here[place], key)
-            found[place].append((start, start + entry.shape[0]))
-    for (kind, name), parts in found.items():
-        if kept[name]:
-            coverage(parts, world.sizes[name], f"{kind}.{name}")
-
-
 def _share(
     mine: Mapping[int, Saved], name: str, count: int, template: Mapping[str, Array], world: World
 ) -> Array:
@@ -588,17 +387,14 @@ def _share(
     share = xp.zeros((length,), dtype=like.dtype, device=device(like))
     for each in mine.values():
         for kind, weight in ((WORKER, world.size / count), (SERVER, float(world.size))):
-            parts = {
-                world.place(key)[1]: _flat(each[key], world)
-                for key in each
-                if kind_of(key) == kind and world.place(key)[0] == name
-            }
+            keys = [key for key in each if kind_of(key) == kind and world.place(key).name == name]
+            parts = {world.place(key): _flat(each[key], world) for key in keys}
             pieces, end = [], 0
-            for start, part in sorted(parts.items(), key=lambda item: item[0]):
+            for (_, start, _), part in sorted(parts.items(), key=itemgetter(0)):
                 pieces += [xp.zeros((start - end,), dtype=like.dtype, device=device(like)), weight * part]
                 end = start + part.shape[0]
             rest = xp.zeros((length - end,), dtype=like.dtype, device=device(like))
-            share = share + concat([*pieces, rest])
+            share = share + from_columns([*pieces, rest], max((place.rows for place in parts), default=1))
     return share
 
 

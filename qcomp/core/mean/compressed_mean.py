@@ -343,7 +343,7 @@ class CompressedMean:
         )
         return MeanState(rank, size, worker, server, shapes, nodes, mean.topology)
 
-    def starts(self, rank: int) -> tuple[int, ...]:  # noqa: ARG002 - for means of shards
+    def starts(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002 - for means of shards
         """Return where a rank's part of each parameter starts; empty if every rank has whole parameters."""
         return ()
 

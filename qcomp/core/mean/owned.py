@@ -23,6 +23,7 @@ from qcomp.core.mean.topologies.base import Averaged, Call
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace
+from qcomp.core.numeric.random import Key
 from qcomp.core.numeric.whitening import unwhitened, whitened
 
 __all__ = ["Dealt", "OwnedLayout", "OwnedMean", "Owners", "Rule", "Shape"]
@@ -294,25 +295,29 @@ class Owners(TwoPhase):
         owned = [segment.tensor for segment in layout.chunks[layout.rank]]
         shapes = [layout.operands.shapes[i] for i in owned]
         momenta, owed = call.server[: len(shapes)], call.server[len(shapes) :]
-        means = self.means(codec, opened, [layout.operands.compressors[i] for i in owned], momenta)
+        means = self.means(codec, layout, opened, momenta)
         if call.whiteners:
             whiteners = [call.whiteners[i] for i in owned]
             means = list(map(unwhitened, means, whiteners, map(self._rule.sides, owned, shapes)))
         updates, momenta = self._rule.updates(means, momenta, owned, shapes)
-        sent = type(codec)(updates, codec.like).encode(
-            layout.answers, updates, owed, call.key.at(hop=SERVER), donate=False
-        )
+        sent = self.answered(type(codec)(updates, codec.like), layout, updates, owed, call.key.at(hop=SERVER))
         return sent._replace(residuals=(*momenta, *sent.residuals))
 
     def means(
         self,
         codec: Codec,
+        layout: OwnedLayout,  # noqa: ARG002 - for shards
         opened: Sequence[Opened],
-        compressors: Sequence[Compressor],  # noqa: ARG002 - for shards
         momenta: Sequence[Array],  # noqa: ARG002
     ) -> Sequence[Array]:
-        """Return the mean of each tensor that this rank owns; subclasses also use the compressors and momenta."""
+        """Return the mean of each tensor that this rank owns; subclasses also use the layout and momenta."""
         return codec.average(opened)
+
+    def answered(
+        self, codec: Codec, layout: OwnedLayout, updates: Sequence[Array], owed: Sequence[Array], key: Key
+    ) -> Compressed:
+        """Compress the updates of the tensors that this rank owns, for all ranks."""
+        return codec.encode(layout.answers, updates, owed, key, donate=False)
 
 
 def _chunks(sizes: Sequence[int], places: Sequence[tuple[int, int]], count: int) -> Chunks:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.mean.chunks import Chunk, Chunks, Segment, cut
-from qcomp.core.mean.codec import Codec, refused_by
+from qcomp.core.mean.codec import Codec, Compressed, refused_by
 from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.mean.layout import Layout, Operands, Residuals
@@ -31,6 +31,7 @@ from qcomp.core.numeric.arrays import (
     shaped_like,
     vectors_of,
 )
+from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
 __all__ = ["ExactShards", "ShardedMean"]
@@ -42,7 +43,8 @@ class ShardedMean(OwnedMean):
 
     A rank passes its shards, flat. It sends each to the owner of the tensor, who averages the shards that several
     replicas have sent, joins them, and makes an update from the whole mean and from a momentum that only it has. The
-    owner compresses the update, and sends each rank its shard of the update.
+    owner cuts the update into shards, compresses them, and sends each rank its own. Momenta and owners' residuals have
+    the order of whole tensors, so they move unchanged to ranks with other shards.
 
     Parameters
     ----------
@@ -100,9 +102,9 @@ class ShardedMean(OwnedMean):
         """Return the facts on which ranks must agree: the shapes of whole tensors, and which rank holds which part."""
         return {**super().facts(tensors), "shapes": list(self.own.shapes), "sharding": str(self.sharding)}
 
-    def starts(self, rank: int) -> tuple[int, ...]:
-        """Return the index of the first element in a rank's part of each parameter."""
-        return tuple(self.sharding.part(tensor, rank)[0] for tensor in range(len(self.sharding.shapes)))
+    def starts(self, rank: int) -> tuple[str, ...]:
+        """Return where a rank's part of each parameter starts, see `Sharding.key`."""
+        return tuple(self.sharding.key(tensor, rank) for tensor in range(len(self.sharding.shapes)))
 
     def layout(
         self,
@@ -119,7 +121,10 @@ class ShardedMean(OwnedMean):
 
 @dataclass(frozen=True, eq=False)
 class _ShardLayout(OwnedLayout):
-    """The layout of messages with shards; ``residuals.worker`` gives the part of each tensor that this rank sends."""
+    """The layout of messages with shards, whose segments count elements in the order of shards.
+
+    ``residuals.worker`` gives the part of each tensor that this rank sends.
+    """
 
     sharding: Sharding
 
@@ -248,18 +253,29 @@ class _ShardOwners(Owners):
     def means(
         self,
         codec: Codec,  # noqa: ARG002
+        layout: OwnedLayout,
         opened: Sequence[Opened],
-        compressors: Sequence[Compressor],
         momenta: Sequence[Array],
     ) -> Sequence[Array]:
         """Return the means, joined from their shards."""
-        return _joined(opened, compressors, momenta)
+        tensors = [segment.tensor for segment in layout.chunks[layout.rank]]
+        joined = _joined(opened, [layout.operands.compressors[i] for i in tensors], momenta)
+        return list(map(self._sharding.from_shards, tensors, joined))
+
+    def answered(
+        self, codec: Codec, layout: OwnedLayout, updates: Sequence[Array], owed: Sequence[Array], key: Key
+    ) -> Compressed:
+        """Compress each shard of the updates."""
+        tensors = [segment.tensor for segment in layout.chunks[layout.rank]]
+        updates, owed = (list(map(self._sharding.in_shards, tensors, each)) for each in (updates, owed))
+        sent = super().answered(codec, layout, updates, owed, key)
+        return sent._replace(residuals=tuple(map(self._sharding.from_shards, tensors, sent.residuals)))
 
 
 def _joined(
     opened: Sequence[Opened], compressors: Sequence[Compressor], likes: Sequence[Array]
 ) -> list[Array]:
-    """Return whole means, flat, from the shards in the messages of all ranks; replicas are added in rank order."""
+    """Return means, in the order of shards, from the messages of all ranks; replicas are added in rank order."""
     sent = defaultdict[Segment, list[Payload]](list)
     for one in opened:
         for cell, payload in zip(one.frame.chunk, one.payloads, strict=True):

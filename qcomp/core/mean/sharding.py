@@ -1,21 +1,25 @@
-"""Which rows of which tensors each rank holds, where tensors are cut into shards: pure integers."""
+"""Which part of which tensors each rank holds, where tensors are cut into shards."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from qcomp.core.mean.owned import Shape
+from qcomp.core.numeric.arrays import Array, array_namespace, concat
 
-__all__ = ["Sharding"]
+__all__ = ["Sharding", "columns", "from_columns"]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Tensors that are cut by rows into one shard for each of several ranks, perhaps in several replicas.
+    """Tensors that are cut into one shard for each of several ranks, perhaps in several replicas.
 
-    A row is a slice along the first axis. With S shards, a tensor of n rows has shards of ceil(n / S) rows; the last
-    ones are shorter or empty. ``torch.chunk`` and ``Shard(0)`` of torch cut in the same places.
+    A tensor is cut along one of its axes. With S shards, n slices along this axis become shards of ceil(n / S) slices;
+    the last shards are shorter or empty. ``torch.chunk`` and ``Shard`` of torch cut in the same places. If the axes
+    before it are joined to rows, and the axis and those after it to columns, a shard holds some columns. Elements
+    are counted in the order of the shards: first those of the first shard.
 
     Parameters
     ----------
@@ -26,6 +30,8 @@ class Sharding:
     averaged : bool, default True
         Whether the ranks with the same shard are given the same values, because these have been averaged over the
         replicas already.
+    axes : tuple of int, default ()
+        The axis along which each tensor is cut; empty if it is the first for all.
 
     Examples
     --------
@@ -37,6 +43,7 @@ class Sharding:
     shapes: tuple[Shape, ...]
     ranks: tuple[tuple[int, ...], ...]
     averaged: bool = True
+    axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         every = sorted(rank for replica in self.ranks for rank in replica)
@@ -44,6 +51,10 @@ class Sharding:
             raise ValueError(
                 f"ranks is {self.ranks!r}; expected replicas of equal length that have each rank from 0 once"
             )
+        pairs = zip(self.axes, self.shapes, strict=False)
+        fits = all(0 <= axis < max(1, len(shape)) for axis, shape in pairs)
+        if self.axes and not (fits and len(self.axes) == len(self.shapes)):
+            raise ValueError(f"axes is {self.axes!r}; expected an axis of each of the shapes {self.shapes!r}")
 
     @cached_property
     def shards(self) -> int:
@@ -67,10 +78,16 @@ class Sharding:
 
     def bounds(self, tensor: int) -> tuple[int, ...]:
         """Return the first element of each shard of a tensor, and the number of all elements."""
-        shape = self.shapes[tensor]
-        rows = shape[0] if shape else 1
-        most, width = -(-rows // self.shards), math.prod(shape[1:])
-        return tuple(min(shard * most, rows) * width for shard in range(self.shards + 1))
+        shape, axis = self.shapes[tensor] or (1,), self._axis(tensor)
+        most, others = -(-shape[axis] // self.shards), math.prod((*shape[:axis], *shape[axis + 1 :]))
+        return tuple(min(shard * most, shape[axis]) * others for shard in range(self.shards + 1))
+
+    def rows(self, tensor: int) -> int:
+        """Return the number of rows of a tensor whose columns are cut; 1 if shards are ranges of its elements."""
+        return math.prod(self.shapes[tensor][: self._axis(tensor)]) or 1
+
+    def _axis(self, tensor: int) -> int:
+        return self.axes[tensor] if self.axes else 0
 
     def part(self, tensor: int, rank: int) -> tuple[int, int]:
         """Return the first element of a rank's shard of a tensor, and the element after its last."""
@@ -78,6 +95,43 @@ class Sharding:
         bounds = self.bounds(tensor)
         return bounds[shard], bounds[shard + 1]
 
+    def key(self, tensor: int, rank: int) -> str:
+        """Return the first element of a rank's shard and, after a star, the rows if there are several, as a text."""
+        start, rows = self.part(tensor, rank)[0], self.rows(tensor)
+        return f"{start}*{rows}" if rows > 1 else str(start)
+
+    def in_shards(self, tensor: int, whole: Array) -> Array:
+        """Return the elements of a whole tensor, flat, in the order of its shards."""
+        rows = self.rows(tensor)
+        if rows == 1:
+            return whole
+        return concat([columns(whole, rows, *part) for part in pairwise(self.bounds(tensor))])
+
+    def from_shards(self, tensor: int, x: Array) -> Array:
+        """Return a whole tensor, flat, from its elements in the order of its shards."""
+        rows = self.rows(tensor)
+        if rows == 1:
+            return x
+        return from_columns([x[start:stop] for start, stop in pairwise(self.bounds(tensor))], rows)
+
     def only(self, tensors: Sequence[int]) -> "Sharding":
         """Return the same cut of some of the tensors."""
-        return Sharding(tuple(self.shapes[i] for i in tensors), self.ranks, self.averaged)
+        axes = tuple(self.axes[i] for i in tensors) if self.axes else ()
+        return Sharding(tuple(self.shapes[i] for i in tensors), self.ranks, self.averaged, axes)
+
+
+def columns(x: Array, rows: int, start: int, stop: int) -> Array:
+    """Return some columns of a flat matrix, flat; ``start`` and ``stop`` count the elements of the columns before."""
+    if rows == 1:
+        return x[start:stop]
+    xp = array_namespace(x)
+    matrix = xp.reshape(x, (rows, x.shape[0] // rows))
+    return xp.reshape(matrix[:, start // rows : stop // rows], (-1,))
+
+
+def from_columns(parts: Sequence[Array], rows: int) -> Array:
+    """Return a flat matrix from consecutive parts of its columns, each flat."""
+    if rows == 1:
+        return concat([*parts])
+    xp = array_namespace(parts[0])
+    return xp.reshape(xp.concat([xp.reshape(x, (rows, x.shape[0] // rows)) for x in parts], axis=1), (-1,))

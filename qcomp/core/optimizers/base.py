@@ -98,11 +98,6 @@ class Optimizer(Replica[OptimizerState]):
                 require(f"{name} of the group {group.pattern!r}", value, value is None, expected)
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
-    @property
-    def needs_all(self) -> str:
-        """The setting that needs the gradients of all parameters before an exchange begins; empty if none does."""
-        return ""
-
     def moves(self) -> tuple[Sequence[Group], float | Callable[[int], float]]:
         """Return the groups and the learning rate."""
         return self.groups, self.learning_rate

@@ -249,11 +249,6 @@ class Muon(Optimizer):
         return MatrixCompression(mean, stacks=tuple(self.stacks), splits=self._splits)
 
     @property
-    def needs_all(self) -> str:
-        """The setting that needs all gradients at once: new whiteners of all matrices travel together."""
-        return "" if self.whiten_steps is None else "whiten_steps"
-
-    @property
     def _splits(self) -> Splits:
         return cast(Splits, self.splits)  # since __post_init__
 
@@ -350,7 +345,7 @@ class Muon(Optimizer):
 
     def _makes_whiteners(self, state: OptimizerState) -> bool:
         """Return whether the next step makes new whiteners."""
-        if self.whiten_steps is None or not of_matrices(state):
+        if self.whiten_steps is None or WHITENER not in state.arrays:
             return False
         return bool(self.whiten_steps(state.step + 1))
 
@@ -388,22 +383,14 @@ class Muon(Optimizer):
             )
             for i, step in zip(by_adam, steps, strict=True):
                 moved[i], momentum[i], variance[i] = step
-        exchange, arrays = means.exchange, state.arrays
-        if len(means.values) > len(tensors):
-            new = means.values[len(tensors) :]
-            exchange = followed(exchange, of_matrices(state), new, self.mean_of(state))
-            each = iter(new)
-            kept = [
-                w if exact else next(each) for w, exact in zip(arrays[WHITENER], state.exact, strict=True)
-            ]
-            arrays = {**arrays, WHITENER: tuple(kept)}
-        return [moved[i] for i in range(len(tensors))], state._replace(
-            step=state.step + 1,
-            momentum=tuple(momentum),
-            variance=tuple(variance),
-            exchange=exchange,
-            arrays=arrays,
+        after = state._replace(
+            step=state.step + 1, momentum=tuple(momentum), variance=tuple(variance), exchange=means.exchange
         )
+        if whiteners := tuple(means.values[len(tensors) :]):
+            after = after._replace(arrays={**state.arrays, WHITENER: whiteners})
+            owed = followed(means.exchange, of_matrices(state), of_matrices(after), self.mean_of(state))
+            after = after._replace(exchange=owed)
+        return [moved[i] for i in range(len(tensors))], after
 
     def _moved_by_adam(self, tensors: Sequence[Tensor], forms: Sequence[Form]) -> tuple[bool, ...]:
         """Return for each tensor whether AdamW moves it."""

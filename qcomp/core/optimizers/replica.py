@@ -20,8 +20,9 @@ from qcomp.core.checkpoint.format import (
     to_state_dict,
 )
 from qcomp.core.checkpoint.manifest import CURES, as_of_rank, own_kinds_in, phrase
-from qcomp.core.checkpoint.reshard import World, regroup
+from qcomp.core.checkpoint.reshard import regroup
 from qcomp.core.checkpoint.schema import Number, shown
+from qcomp.core.checkpoint.world import World
 from qcomp.core.handshake import agree_stages, gather_texts, handshake_stages
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.compressed_mean import CompressedMean
@@ -579,7 +580,7 @@ def _load(
         raise ValueError(
             f"lost is 'drop'; expected 'raise': a state of {type(replica).__name__} needs the states of all ranks"
         )
-    if isinstance(saved, Mapping) and world.drops:
+    if isinstance(saved, Mapping) and (world.drops or world.part_kinds):
         of_others = yield from gather_texts("x" * _is_of_another(saved, world), world.size, world.like)
         saved = [saved] if any(of_others) else saved
     own = saved if isinstance(saved, Mapping) else (yield from regroup(saved, world))
@@ -596,11 +597,11 @@ def _load(
 
 
 def _is_of_another(saved: Saved, world: World) -> bool:
-    """Return whether a dict holds arrays that only another rank had."""
+    """Return whether a dict holds arrays of another rank, if others may be missing, or other parts of tensors."""
     try:
         one = {**saved, **read_scalars(saved)}
-        return (one["rank"], one["size"]) != (world.rank, world.size) and bool(
-            own_kinds_in(world.replica, one)
-        )
+        if (one["rank"], one["size"]) != (world.rank, world.size):
+            return world.drops and bool(own_kinds_in(world.replica, one))
+        return world.has_other_parts(one)
     except ValueError:  # which `_read` reports
         return False

@@ -25,7 +25,7 @@ __all__ = ["ShardedMuon"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedMuon(Muon):
-    """Muon for parameters that are sharded by rows, with one shard on each rank.
+    """Muon for sharded parameters, with one shard on each rank.
 
     Parameters and gradients are this rank's shards, flat, and so are the moments of AdamW. Everything else is as in
     `Muon`, which describes the other parameters. Names, shapes and matrices refer to whole tensors, and without
@@ -34,7 +34,7 @@ class ShardedMuon(Muon):
     Parameters
     ----------
     shards : Sharding
-        Which rows of each parameter the ranks hold.
+        Which part of each parameter the ranks hold.
 
     Notes
     -----
@@ -94,7 +94,8 @@ class ShardedMuon(Muon):
             if tuple(p.shape) != (stop - start,):
                 raise ValueError(
                     f"params[{index}], the shard of {name!r}, has shape {tuple(p.shape)}; expected "
-                    f"{(stop - start,)}, the elements {start} to {stop} of {self.shards.shapes[index]}"
+                    f"{(stop - start,)}, the elements {start} to {stop} of {self.shards.shapes[index]} in the order of "
+                    "the shards"
                 )
         return super().initial_state(params, names, rank, size)
 
@@ -107,7 +108,7 @@ class ShardedMuon(Muon):
                 if len({held[r][index][1] for r in ranks}) > 1:
                     raise MismatchError(
                         f"the shards of the parameter {name!r} differ between {name_ranks(ranks)}, which hold the "
-                        "same rows: load the same weights into all replicas"
+                        "same part: load the same weights into all replicas"
                     )
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002

@@ -3,14 +3,15 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from qcomp.core.compressors.cast import Cast
-from qcomp.core.mean.compressed_mean import CompressedMean, Computation, MeanState, Terms
+from qcomp.core.mean.compressed_mean import Computation, MeanState, Terms
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.owned import OwnedMean
+from qcomp.core.mean.owned import Dealt, OwnedMean, Shape
 from qcomp.core.mean.stages import AllGather, Stages
+from qcomp.core.mean.tensorwise import SeparableMean
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.numeric.arrays import (
     Array,
@@ -53,20 +54,15 @@ def of_matrices(state: OptimizerState) -> tuple[Array, ...]:
 
 
 def new_whiteners(state: OptimizerState, mean: OwnedMean) -> AveragePart:
-    """Ask for new whiteners: the owner of a matrix makes one from its momentum, and sends it to all."""
-    exchange, values = state.exchange, list(of_matrices(state))
-    owners = [0] * len(values)
-    layout = mean.layout(exchange.shapes, rank=state.rank, size=state.size)
-    for rank, chunk in enumerate(layout.chunks):
-        for segment in chunk:
-            owners[segment.tensor] = rank
-    for segment, momentum in zip(layout.residuals.server, exchange.server, strict=False):
-        shape = mean.rule.sides(segment.tensor, exchange.shapes[segment.tensor])
-        matrix = array_namespace(momentum).reshape(momentum, shape)
-        values[segment.tensor] = whitener(matrix, values[segment.tensor])
-    numbers = range(len(state.names), len(state.names) + len(values))
-    nothing = MeanState(state.rank, state.size, (), ())
-    return AveragePart(_FromOwners(owners=tuple(owners)), numbers, values, nothing)
+    """Ask for new whiteners: the owner of a matrix makes one from its momentum, and sends it to all.
+
+    The means of the tensors are followed by the new entry of each tensor in ``state.arrays``.
+    """
+    count = len(state.names)
+    momenta = state.exchange._replace(worker=())
+    return AveragePart(
+        _FromOwners(of=mean, exact=state.exact), range(count, 2 * count), state.arrays[WHITENER], momenta
+    )
 
 
 def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], mean: OwnedMean) -> MeanState:
@@ -80,12 +76,23 @@ def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], me
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FromOwners(CompressedMean):
-    """In place of a mean, each tensor, a symmetric matrix, as its owner sends it to all ranks."""
+class _FromOwners(SeparableMean):
+    """In place of a mean of whiteners, the new ones, as the owners of the matrices send them to all ranks."""
 
     compressor: Cast = _SENT
     feedback: bool = False
-    owners: tuple[int, ...]
+    of: OwnedMean
+    """The mean of the matrices."""
+    exact: tuple[bool, ...]
+    """Which tensors have no whitener."""
+
+    def places(self, shapes: Sequence[Shape], size: int) -> tuple[Dealt, ...]:
+        """Return the places of the matrices; see `SeparableMean.places`."""
+        return self.of.places(shapes, size)
+
+    def numbered(self, places: tuple[Dealt, ...]) -> Self:
+        """Return this mean for matrices at these places; see `SeparableMean.numbered`."""
+        return replace(self, of=self.of.numbered(places))
 
     def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:  # noqa: ARG002
         """Return the one round of a call; see `CompressedMean.begin`."""
@@ -96,21 +103,29 @@ class _FromOwners(CompressedMean):
 
         return Computation([self._stages(tensors, state)], finish)
 
-    def _stages(self, x: Sequence[Array], state: MeanState) -> Stages[Averaged]:
-        """Send the tensors that this rank owns to all, in one message."""
-        numbers = [[i for i, owner in enumerate(self.owners) if owner == r] for r in range(state.size)]
-        halves = [half_of(w) for w in x]
+    def _stages(self, before: Sequence[Array], state: MeanState) -> Stages[Averaged]:
+        """Make the whiteners of the matrices that this rank owns, and send them to all, in one message."""
+        after, matrices = list(before), [i for i, is_exact in enumerate(self.exact) if not is_exact]
+        if not matrices:
+            return Averaged(after, (), ())
+        layout = self.of.layout(state.shapes, rank=state.rank, size=state.size)
+        numbers = [[matrices[segment.tensor] for segment in chunk] for chunk in layout.chunks]
+        halves = {i: half_of(before[i]) for i in matrices}
         sizes = [[self._nbytes(halves[i]) for i in of_rank] for of_rank in numbers]
-        own = [self.compressor.compress(halves[i]).data for i in numbers[state.rank]]
-        message = join(own) if own else bytes_of(flat(x[0]))[:0]
+        own = []
+        for segment, momentum in zip(layout.residuals.server, state.server, strict=False):
+            shape = self.of.rule.sides(segment.tensor, state.shapes[segment.tensor])
+            matrix = array_namespace(momentum).reshape(momentum, shape)
+            made = whitener(matrix, before[matrices[segment.tensor]])
+            own.append(self.compressor.compress(half_of(made)).data)
+        message = join(own) if own else bytes_of(flat(before[matrices[0]]))[:0]
         arrived = yield AllGather(message, tuple(map(joined_size, sizes)))
-        decoded = {}
         for of_rank, buffer, lengths in zip(numbers, arrived, sizes, strict=True):
             for i, data in zip(of_rank, split(buffer, lengths), strict=True):
                 payload = self.compressor.payload(halves[i], data)
                 half = self.compressor.decompress(payload, like=halves[i])
-                decoded[i] = whole_of(half, x[i].shape[0])
-        return Averaged([decoded[i] for i in range(len(x))], (), ())
+                after[i] = whole_of(half, before[i].shape[0])
+        return Averaged(after, (), ())
 
     def _nbytes(self, x: Array) -> int:
         return self.compressor.payload_spec(math.prod(x.shape)).nbytes

@@ -552,12 +552,6 @@ def _separable(optimizer: Optimizer) -> Optimizer:
             f"optimizer is {optimizer!r}; expected one that averages with a CompressedMean, such as "
             "qcomp.OneBitAdam(...)"
         )
-    if optimizer.needs_all:
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__} with {optimizer.needs_all}, which needs the gradients of all "
-            f"parameters before any exchange: leave out {optimizer.needs_all}, or average in step(), without model= "
-            "and without DistributedDataParallel"
-        )
     if optimizer.two_gradients:
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}; expected one that steps with one gradient: "
