@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qcomp.comm.beats import Beats
 from qcomp.comm.buffers import from_host, stage_exchange
 from qcomp.comm.host import host_name
 from qcomp.comm.patience import patience
@@ -30,8 +31,8 @@ from qcomp.core.reporting import name_ranks
 
 Array = Any
 
-_HERE, _GO, _END = "here", "go", "end"
-"""Files of a session: a rank has come, all have come, and how a rank has ended."""
+_HERE, _GO, _BEAT, _END = "here", "go", "beat", "end"
+"""Files of a session: a rank has come, all have come, a rank's sign of life, and how a rank has ended."""
 _SHORTEST_PAUSE = 5e-4
 _GROWTH = 1.3
 
@@ -57,6 +58,15 @@ class _Session:
         self._process = os.getpid()
         self.sent: dict[int, list[str]] = {}
         """The names of the messages that are not deleted yet, by number of their exchange."""
+        self.beats: Beats | None = None
+
+    def begin_beats(self, silence: float) -> None:
+        """Give signs of life from now on, and count those of others."""
+        self.beats = Beats(
+            lambda sign: self.write(f"{_BEAT}.{self._rank}", sign),
+            lambda r: self.read(f"{_BEAT}.{r}"),
+            silence,
+        )
 
     def write(self, name: str, *parts: bytes) -> None:
         self._store.write(f"{self._name}/{name}", *parts)
@@ -76,13 +86,15 @@ class _Session:
         """End this rank's part, unless this is a forked child; the last rank deletes what all have left behind."""
         if self._size == 1 or os.getpid() != self._process:
             return
+        if self.beats is not None:
+            self.beats.end()
         with contextlib.suppress(Exception):  # the folder may be gone
             if self.read(f"{_END}.{self._rank}") is None:
                 self.end("")
             ends = [self.read(f"{_END}.{r}") for r in range(self._size)]
             if None not in ends:
                 left = [name for end in ends for name in (end or b"").decode().splitlines()[1:]]
-                of_ranks = [f"{kind}.{r}" for kind in (_HERE, _END) for r in range(self._size)]
+                of_ranks = [f"{kind}.{r}" for kind in (_HERE, _BEAT, _END) for r in range(self._size)]
                 for name in (*left, _GO, *of_ranks):
                     self.delete(name)
                 self._store.delete_folder(self._name)
@@ -104,12 +116,17 @@ class FolderCommunicator(Verbs):
     job : str, default "job"
         A name that no other job in the same folder has at the same time.
     timeout : float, optional
-        Seconds to wait for a rank, as for `qcomp.comm.world`; nothing else reveals that a rank has died.
+        Seconds to wait for a rank, as for `qcomp.comm.world`.
+    silence : float, optional
+        Seconds without a sign of life after which a rank counts as dead, as for `qcomp.comm.world`. A thread then
+        writes a few bytes four times in this time. None, the default, or a rank to which it was not given: a dead rank
+        is noticed only at the timeout.
 
     Raises
     ------
     CommunicatorError
-        If not all ranks arrive in time.
+        If not all ranks arrive in time, or they differ in ``size``, or another process comes with this rank after this
+        one; or if the folder cannot be used.
     ValueError
         If ``rank`` is not from 0 to ``size`` - 1, or ``job`` cannot be the name of a folder.
 
@@ -138,6 +155,7 @@ class FolderCommunicator(Verbs):
         *,
         job: str = "job",
         timeout: float | None = None,
+        silence: float | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank!r} and size {size!r}; expected a rank from 0 to size - 1")
@@ -147,14 +165,18 @@ class FolderCommunicator(Verbs):
             require_rank_of_its_own("FolderCommunicator")
         self.rank, self.size = rank, size
         self.host = host_name(socket.gethostname())
-        self.timeout, _ = patience(timeout=timeout)
+        self.timeout, self.silence = patience(timeout=timeout, silence=silence)
         self.bytes_sent = 0
         self._store = store_at(folder)
         self._closed: str | None = None
         self._started = 0
         self._open: set[int] = set()
         self._done = dict.fromkeys((r for r in range(size) if r != rank), 0)
-        self._session = _Session(self._store, self._meet(job) if size > 1 else job, rank, size)
+        with self._closing_on_failure("creation"):
+            name = self._meet(job) if size > 1 else job
+            self._session = _Session(self._store, name, rank, size)
+            if size > 1 and self.silence is not None:
+                self._session.begin_beats(self.silence)
         self._leave = weakref.finalize(self, self._session.leave)
 
     def __repr__(self) -> str:
@@ -173,14 +195,15 @@ class FolderCommunicator(Verbs):
         """
         token = secrets.token_hex(8)
         self._store.write(f"{job}/hello.{self.rank}", token.encode())
-        return self._invited(job, token) if self.rank else self._proposed(job)
+        return self._invited(job, token) if self.rank else self._proposed(job, token)
 
-    def _proposed(self, job: str) -> str:
+    def _proposed(self, job: str, token: str) -> str:
         everyone = range(self.size)
         missing, last = {*everyone}, ""
         for _ in self._looks("creation", missing):
             found = {r: self._store.read(f"{job}/hello.{r}") for r in everyone}
-            tokens = {r: token.decode() for r, token in found.items() if token}
+            tokens = {r: hello.decode() for r, hello in found.items() if hello and len(hello) == len(token)}
+            self._require_own(job, token, tokens.get(0, token))
             missing.clear()
             missing.update(everyone - tokens.keys())
             if missing:
@@ -189,7 +212,12 @@ class FolderCommunicator(Verbs):
             if name != last:
                 self._store.write(f"{job}/session", json.dumps([name, [*tokens.values()]]).encode())
                 last = name
-            missing.update(r for r in everyone[1:] if self._store.read(f"{name}/{_HERE}.{r}") is None)
+            for r in everyone[1:]:
+                size = _read_json(self._store.read(f"{name}/{_HERE}.{r}"))
+                if size is None:
+                    missing.add(r)
+                else:
+                    self._require_size(r, *size)
             if not missing:
                 self._store.write(f"{name}/{_GO}", b"")
                 break
@@ -198,16 +226,33 @@ class FolderCommunicator(Verbs):
     def _invited(self, job: str, token: str) -> str:
         last = ""
         for _ in self._looks("creation", [0]):
-            proposal = self._store.read(f"{job}/session")
-            name, tokens = json.loads(proposal) if proposal else ("", [])
+            name, tokens = _read_json(self._store.read(f"{job}/session")) or ("", [])
             if tokens[self.rank : self.rank + 1] != [token]:
+                hello = self._store.read(f"{job}/hello.{self.rank}") if tokens else None
+                self._require_own(job, token, hello.decode() if hello and len(hello) == len(token) else token)
                 continue
             if name != last:
-                self._store.write(f"{name}/{_HERE}.{self.rank}", b"")
+                self._store.write(f"{name}/{_HERE}.{self.rank}", json.dumps([self.size]).encode())
                 last = name
+            self._require_size(0, len(tokens))
             if self._store.read(f"{name}/{_GO}") is not None:
                 break
         return last
+
+    def _require_own(self, job: str, token: str, found: str) -> None:
+        """Raise CommunicatorError if another process has come with this rank's number after it."""
+        if found != token:
+            raise CommunicatorError(
+                f"creation: another process came as rank {self.rank} of {job!r} after this one: give each process of a "
+                "job a rank of its own, and each of several jobs in a folder another name, job="
+            )
+
+    def _require_size(self, r: int, size: int) -> None:
+        """Raise CommunicatorError if another rank expects another number of ranks."""
+        if size != self.size:
+            raise CommunicatorError(
+                f"creation: size is {self.size} on rank {self.rank} and {size} on rank {r}; expected the same on all"
+            )
 
     def _looks(self, verb: str, missing: Collection[int]) -> Iterator[int]:
         """Yield the numbers of looks, with growing pauses between them; raise CommunicatorError after the timeout."""
@@ -290,6 +335,12 @@ class FolderCommunicator(Verbs):
                     if reason:
                         raise as_mismatch(CommunicatorError(f"{verb}: rank {r} failed: {reason}"))
                     raise CommunicatorError(f"{verb}: rank {r} has finished without calling it")
+                beats = self._session.beats
+                if found is None and beats is not None and beats.is_silent(r, time.monotonic()):
+                    raise CommunicatorError(
+                        f"{verb}: rank {r} has given no sign of life for {self.silence:g} s: it has died, was stopped, "
+                        "or cannot use the folder"
+                    )
             message = None if found is None else _parsed(found)
             if message is not None:
                 self._require_fitting(message, exchange, r)
@@ -347,6 +398,14 @@ class _Exchange:
         if self.received is None:
             self.received = self.comm.complete(self)
         return self.received
+
+
+def _read_json(found: bytes | None) -> Any:
+    """Return what a file holds; None if it is not there, or not whole."""
+    try:
+        return json.loads(found or b"")
+    except ValueError:
+        return None
 
 
 def _digest(data: bytes | memoryview) -> str:

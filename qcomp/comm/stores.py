@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import inspect
 import os
@@ -57,7 +58,7 @@ class _Folder:
     creates = True
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # a script may change its working directory later
 
     def write(self, name: str, *parts: bytes) -> None:
         with self._beside(name, parts) as beside:
@@ -68,9 +69,9 @@ class _Folder:
             try:
                 os.link(beside, self._path / name)
             except FileExistsError:
-                return False
-            finally:
-                beside.unlink()
+                return (
+                    beside.stat().st_nlink > 1
+                )  # NFS may have made the link, lost its answer, and tried again
         return True
 
     def names(self, folder: str) -> list[str]:
@@ -81,19 +82,27 @@ class _Folder:
 
     @contextlib.contextmanager
     def _beside(self, name: str, parts: tuple[bytes, ...]) -> Iterator[Path]:
-        """Write a file under another name beside its own."""
+        """Write a file under another name beside its own, which goes in the end, also if the disk is full."""
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        with beside.open("wb") as file:
-            file.writelines(parts)
-        yield beside
+        try:
+            with beside.open("wb") as file:
+                file.writelines(parts)
+            yield beside
+        finally:
+            beside.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes | None:
         try:
             return (self._path / name).read_bytes()
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if error.errno in (
+                errno.ENOENT,
+                errno.ESTALE,
+            ):  # stale: replaced or deleted over NFS while this rank reads
+                return None
+            raise
 
     def delete(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)

@@ -126,7 +126,7 @@ class AsynchronousOuterLoop:
     @untraced  # in a compiled step
     def _before(self, optimizer: Any, *_: Any) -> None:
         if self._calls.enter(optimizer) and optimizer is self._trained.optimizers[0]:
-            self._trained.require_all()
+            self._trained.begin_step()
 
     @untraced
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from qcomp.checkpoint.saves import Saves
 from qcomp.comm.base import Communicator
 from qcomp.core.checkpoint.gathering import of_rank, states_in
-from qcomp.core.handshake import handshake
+from qcomp.core.handshake import gather_texts, handshake
 from qcomp.core.mean.stages import AllGather, Stages, drive, owned
 from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 from qcomp.core.optimizers.replica import owner_of
@@ -31,6 +32,7 @@ from qcomp.torch.equal_parameters import of_first_rank
 from qcomp.torch.inner_states import InnerOfTorch
 from qcomp.torch.optimizer import AveragingOptimizer, communicator, untraced
 from qcomp.torch.parameters import plain_products
+from qcomp.torch.positions import without_positions
 from qcomp.torch.trained_parameters import Trained
 
 __all__ = ["LOOPED", "OuterLoop", "StepCalls"]
@@ -98,7 +100,8 @@ class OuterLoop:
         On every rank, if all ranks have the same outer gradients in the first round, or gradients in the first step of
         a warm-up; see `qcomp.OuterLoop.step`. On a single rank, if no parameter has a gradient in an inner step; if a
         warm-up begins although an optimizer has made steps before, as after loading a checkpoint without the loop's
-        state; or once, if an inner optimizer's state was saved without the loop's.
+        state; if an optimizer has what may be a copy of the parameters, and the loop cannot recognise it; or once, if
+        an inner optimizer's state was saved without the loop's.
 
     Notes
     -----
@@ -221,7 +224,7 @@ class OuterLoop:
         """
         self._inner_saves.has_own = True
         values = self._trained.values()
-        own = self._loop.state_dict(values, self._state)
+        own = self._loop.state_dict(values, self._state) | self._trained.positions.saved
         self._saves.gather(own, self._loop, self._state, self._comm, like=values[0], root=to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,6 +243,7 @@ class OuterLoop:
         within = self._loop.every + self._loop.delay if self._loop.delay else 0
         self._saves.note(self._loop, self._state, whole, self._comm, within=within)
         own = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in whole.items()}
+        own |= self._trained.positions.saved
         # torch.distributed.checkpoint reads a tuple whole, not into these arrays before anything is checked.
         return {of_rank(self._state.rank, self._state.size): (own,)} | self._saves.of_all
 
@@ -267,7 +271,8 @@ class OuterLoop:
             As for `qcomp.OuterLoop.load_state_dict`, before anything changes.
         """
         like = [torch.zeros_like(p) for p in self._trained.values()]
-        saved = states_in(state_dict, self._comm.rank, self._comm.size)
+        found = states_in(state_dict, self._comm.rank, self._comm.size)
+        saved, known = without_positions(found)
         params, state = self._loop.load_state_dict(
             saved, like, self._comm, self._trained.names, strict=strict, lost=lost
         )
@@ -275,6 +280,9 @@ class OuterLoop:
         self._trained.look_anew()
         self._trained.write(params)
         self._state = state
+        # A rank may have read no state, if the job has more ranks than before.
+        texts = self._drive(gather_texts(json.dumps(known), state.size, like[0]), "copies of parameters")
+        self._trained.positions.resume(map(json.loads, texts))
 
     @untraced  # in a compiled step
     def _before(
@@ -284,7 +292,7 @@ class OuterLoop:
         if not self._calls.enter(optimizer):
             return None
         if optimizer is self._trained.optimizers[0]:
-            self._trained.require_all()
+            self._trained.begin_step()
         if not self._has_begun and not self._state.step:
             self._require_unchanged()
             self._warn_of_a_second_warmup()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from qcomp.core.reporting import warn_caller
 from qcomp.torch.buffers import own_part
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.parameters import mark_of
@@ -16,6 +18,9 @@ __all__ = ["Place", "Positions", "entries"]
 
 Place = tuple[int, tuple[str | int, ...]]
 """The number of an optimizer, and the keys to an entry in the state of each of its parameters."""
+
+_SAVED = "positions"
+"""The key of the known positions in a saved state."""
 
 _DEPTH = 8
 """How deep entries may lie, so that a search of a list that holds itself ends."""
@@ -46,6 +51,7 @@ class Positions:
         self._now: set[Place] = set()
         self._beside: dict[Place, Any] = {}
         self._first: dict[int, int] = {}
+        self._is_told = False
         self.forget()
 
     def begin(self, params: Sequence[Any]) -> None:
@@ -63,6 +69,45 @@ class Positions:
             if isinstance(one, AveragingOptimizer)
         }
         self._beside = {}
+
+    @property
+    def saved(self) -> dict[str, list[list[str | int]]]:
+        """The entry of a saved state that names the known positions: z of schedule-free equals its parameter once."""
+        named = [
+            [number, *keys] for number, keys in self.known if all(type(key) in (str, int) for key in keys)
+        ]
+        return {_SAVED: sorted(named, key=str)}
+
+    def resume(self, named: Iterable[Iterable[Any] | None]) -> None:
+        """Go on with the positions that the saved states of each rank name; None if these have no such entry."""
+        for places in named:
+            if places is not None:
+                self._is_told = True
+                found = filter(None, map(_place, places))
+                self.known |= {place for place in found if place[0] < len(self._optimizers)}
+
+    def warn_of_strays(self) -> None:
+        """Warn of entries near their parameters that no saved state names, and that may have been copies of them."""
+        self.note()
+        for number, optimizer in enumerate(self._optimizers):
+            distances = defaultdict[tuple[str | int, ...], list[float]](lambda: [0.0, 0.0])
+            for p, state in () if self._is_told else optimizer.state.items():
+                for keys, entry in entries(state):
+                    if isinstance(p, torch.Tensor) and entry.shape == own_part(p).shape and p.numel() > 1:
+                        own = own_part(p).float()
+                        distances[keys][0] += float(
+                            (entry.to(own.device, torch.float32) - own).square().sum()
+                        )
+                        distances[keys][1] += float(own.square().sum())
+            for keys, (squared, of_params) in distances.items():
+                if squared < of_params / 4 and (number, keys) not in self.known | self._now:
+                    warn_caller(
+                        f"optimizer {number} has a state {'.'.join(map(str, keys))!r} near its parameters, which no "
+                        "saved state of this loop names: if it is a copy of them that has moved on, such as z of "
+                        "schedule-free or slow weights, no exchange will move it, and training goes wrong. Make the "
+                        "loop before the optimizer's first step, and resume with the loop's state_dict(). If it is a "
+                        "fixed reference, this warning means nothing"
+                    )
 
     def note(self, *, at_start: bool = False) -> None:
         """Learn which entries equal their parameters now.
@@ -157,6 +202,32 @@ class Positions:
                 if entry.shape == value.shape and entry.data_ptr() != value.data_ptr():
                     found[entry.data_ptr()] = entry
         return list(found.values())
+
+
+def without_positions(saved: Any) -> tuple[Any, list[Any] | None]:
+    """Return saved states, or one, without the entry of `Positions.saved`, and what it names; None without an entry.
+
+    An entry that is damaged stays, so that loading refuses the state on every rank.
+    """
+    if isinstance(saved, list):
+        parts = [without_positions(one) for one in saved]
+        told = [named for _, named in parts if named is not None]
+        return [one for one, _ in parts], [place for named in told for place in named] if told else None
+    named = saved.get(_SAVED) if isinstance(saved, Mapping) else None
+    if not isinstance(named, list) or None in map(_place, named):
+        return saved, None
+    return {key: value for key, value in saved.items() if key != _SAVED}, named
+
+
+def _place(saved: Any) -> Place | None:
+    """Return the place that a saved list names; None if it names none."""
+    if (
+        not isinstance(saved, list)
+        or not {int} <= {*map(type, saved[:1])}
+        or not {*map(type, saved)} <= {int, str}
+    ):
+        return None
+    return saved[0], tuple(saved[1:])
 
 
 def entries(state: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -98,6 +98,13 @@ class Trained:
                     "exchanges in the step of the one inside. Give the loop an optimizer that has all in one class"
                 )
 
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Do what `require_all` does; before the first step after a start, warn of copies that cannot be told."""
+        self.require_all()
+        if not self._looked:
+            self.positions.warn_of_strays()
+
     def look(self, every: int, *, exchanges: bool) -> None:
         """Inspect an inner step, before its exchange if it has one; warn if no parameter has a gradient.
 

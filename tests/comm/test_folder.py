@@ -9,6 +9,7 @@ import pytest
 import qcomp
 from qcomp.comm import FolderCommunicator
 from qcomp.comm import stores as module
+from qcomp.comm.beats import Beats
 from qcomp.core.mean.stages import AllGather, Owner
 
 
@@ -116,6 +117,113 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
         FolderCommunicator(tmp_path / "else", 1, 2, timeout=0.3)
 
 
+@pytest.mark.parametrize("twice", [0, 1])
+def test_a_second_process_with_the_same_rank_takes_its_place(tmp_path, twice):
+    """Else two processes would write the messages of one rank, and the others read those of either."""
+    hello = tmp_path / "job" / f"hello.{twice}"
+
+    def come(rank):
+        return pool.submit(FolderCommunicator, tmp_path, rank, 2, timeout=20)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = come(twice)
+        while not hello.exists():
+            pass
+        of_first, rest = hello.read_bytes(), [come(twice)]
+        while hello.read_bytes() == of_first:
+            pass
+        rest.append(come(1 - twice))
+        with pytest.raises(
+            qcomp.CommunicatorError, match=f"another process came as rank {twice} of 'job' after"
+        ):
+            first.result(timeout=60)
+        comms = [each.result(timeout=60) for each in rest]
+        found = [pool.submit(comm.all_gather, np.uint8([comm.rank]), [1] * 2) for comm in comms]
+        assert [[int(x[0]) for x in each.result(timeout=60)] for each in found] == [[0, 1]] * 2
+        for comm in comms:
+            comm.close()
+
+
+def test_other_sizes_are_an_error_on_both_ranks(tmp_path):
+    def rank_main(rank):
+        with pytest.raises(qcomp.CommunicatorError, match=r"creation: size is \d on rank \d and \d on rank"):
+            FolderCommunicator(tmp_path, rank, 2 + rank, timeout=20)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank_main, range(2), timeout=120))
+
+
+def test_a_script_may_change_its_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    comm = FolderCommunicator("shared", 0, 1)
+    mailbox = qcomp.comm.FolderMailbox("shared")
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    comm._store.write("there", b"")
+    mailbox.create("sent/1", b"")
+    assert (tmp_path / "shared" / "there").exists()
+    assert (tmp_path / "shared" / "sent" / "1").exists()
+    assert not any((tmp_path / "else").iterdir())
+
+
+@pytest.mark.parametrize("silence", [0.4, None])
+def test_a_rank_that_died_is_named_after_a_silence(tmp_path, silence):
+    """Without signs of life, only the timeout ends the wait."""
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            comm._leave.detach()
+            if silence:
+                comm._session.beats.end()
+            return "dead"
+        comm.all_gather(np.zeros(3, np.uint8), [3] * 3)
+        raise AssertionError
+
+    found = together(tmp_path, rank_main, silence=silence, timeout=60 if silence else 0.5)
+    text = "rank 1 has given no sign of life for 0.4 s" if silence else "waited 0.5 s for rank 1"
+    assert any(text in str(found[rank]) for rank in (0, 2))  # the other may hear of that rank's failure first
+    assert all(isinstance(found[rank], qcomp.CommunicatorError) for rank in (0, 2))
+
+
+class TestBeats:
+    def looks(self, signs, times):
+        """Return what looks at these times say, if a rank's sign of life is then as given."""
+        beats = Beats(lambda _: None, lambda _: next(left), 4e6)
+        beats.end()
+        left = iter(signs)
+        return [beats.is_silent(1, now * 1e6) for now in times]
+
+    def test_a_sign_that_stays_the_same_in_four_more_looks_is_a_death(self):
+        assert self.looks([b"5"] * 5, range(5)) == [False] * 4 + [True]
+
+    def test_a_new_sign_counts_as_life(self):
+        assert not any(self.looks([b"5", b"5", b"5", b"5", b"6", b"6", b"6", b"6"], range(8)))
+
+    def test_looks_in_quick_succession_count_once(self):
+        assert not any(self.looks([b"5"] * 2, np.linspace(0, 1.9, 20)))
+
+    def test_one_look_after_a_store_has_stalled_is_no_death(self):
+        assert not any(self.looks([b"5", b"5", b"6"], [0, 100, 101]))
+
+    def test_a_rank_that_gives_no_signs_is_not_dead(self):
+        assert not any(self.looks([None] * 9, range(9)))
+
+    def test_a_store_that_fails_for_a_while_is_no_end(self):
+        written, done = [], threading.Event()
+
+        def write(sign):
+            written.append(sign)
+            if len(written) == 2:
+                raise OSError
+            if len(written) == 4:
+                done.set()
+
+        beats = Beats(write, lambda _: None, 0.04)
+        assert done.wait(timeout=20)
+        beats.end()
+        assert written[:4] == [b"0", b"1", b"2", b"3"]
+
+
 def test_other_owners_are_a_mismatch_on_all_ranks(tmp_path):
     def rank_main(comm):
         owner = Owner("SGD", 1 + comm.rank // 2, ("w",), 0, "step 3")
@@ -148,9 +256,9 @@ def test_a_message_that_is_not_whole_is_not_yet_there(tmp_path, monkeypatch, kep
     def of_part(self, name):
         found = read(self, name)
         with lock:
-            if found is None or ".all" not in name or name in looked:
+            if not found or (name, found) in looked:
                 return found
-            looked.add(name)
+            looked.add((name, found))
         return found[:kept]
 
     monkeypatch.setattr(module._Folder, "read", of_part)
@@ -158,7 +266,7 @@ def test_a_message_that_is_not_whole_is_not_yet_there(tmp_path, monkeypatch, kep
         tmp_path, lambda comm: [int(x[2]) for x in comm.all_gather(np.full(3, comm.rank, np.uint8), [3] * 3)]
     )
     assert found == [[0, 1, 2]] * 3
-    assert len(looked) == 3
+    assert sum(name.endswith(".all") for name, _ in looked) == 3
 
 
 def test_wrong_arguments_are_named(tmp_path):

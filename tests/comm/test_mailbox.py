@@ -1,6 +1,10 @@
 """A mailbox in a folder or a store: of several ranks that make the same file, one wins, and files are whole."""
 
+import errno
+import io
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +60,48 @@ def test_nothing_is_left_beside_the_files(tmp_path):
     for _ in range(3):
         mailbox.create("sent/1", b"x")
     assert [path.name for path in (tmp_path / "sent").iterdir()] == ["1"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Else each attempt would take more of the little space that is left."""
+    mailbox = FolderMailbox(tmp_path)
+    mailbox.create("sent/1", b"x")
+
+    class Full(io.BytesIO):
+        def writelines(self, parts):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        make = Path.open
+        patch.setattr(Path, "open", lambda self, mode: make(self, mode).close() or Full())
+        for use in (mailbox.create, mailbox._store.write):
+            with pytest.raises((qcomp.CommunicatorError, OSError), match="No space left"):
+                use("sent/2", b"x")
+    assert [path.name for path in (tmp_path / "sent").iterdir()] == ["1"]
+
+
+def test_a_link_whose_answer_was_lost_counts_as_made(tmp_path, monkeypatch):
+    """A client of NFS then asks again, and hears that the file exists."""
+    link = os.link
+
+    def twice(source, target):
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    mailbox = FolderMailbox(tmp_path)
+    assert mailbox.create("sent/1", b"first")
+    assert not mailbox.create("sent/1", b"second")
+
+
+def test_a_file_that_was_replaced_while_it_is_read_is_not_there(tmp_path, monkeypatch):
+    mailbox = FolderMailbox(tmp_path)
+
+    def stale(self):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    assert mailbox.read("sent/1") is None
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):

@@ -406,6 +406,103 @@ def test_states_can_move_to_other_parameters():
         torch.testing.assert_close(other.state[q]["slow"], value + 1)
 
 
+class StatefulSlowWeights(SlowWeights):
+    """Slow weights, with the count of steps in the saved state."""
+
+    def state_dict(self):
+        return super().state_dict() | {"steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        self.steps = state_dict["steps"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "steps"})
+
+
+class StatefulScheduleFree(StatefulSlowWeights, ScheduleFree):
+    step = ScheduleFree.step
+
+
+def resumed(comm, make, changed=None):
+    """Return the parameters after nine steps, straight and if a new job makes the last four; and its positions."""
+    loop = qcomp.outer.local_sgd(4)
+
+    def four_steps(params, optimizer):
+        for _ in range(4):
+            for p, slope in zip(params, slopes(comm.rank), strict=True):
+                p.grad = slope.clone()
+            optimizer.step()
+        return [p.tolist() for p in params]
+
+    _, params, optimizer, outer = trained(make, loop, 5, comm=comm)
+    outer.gather_states()
+    at, inner, saved = copy.deepcopy((params, optimizer.state_dict(), outer.state_dict()))
+    straight = four_steps(params, optimizer)
+    again = fresh()
+    other = make(again)
+    outer = qcomp.torch.OuterLoop(again, other, loop, comm=comm)
+    for p, value in zip(again, at, strict=True):
+        p.data.copy_(value)
+    other.load_state_dict(inner)
+    if changed is not None:
+        saved = changed(saved)
+    if saved is not None:
+        outer.load_state_dict(saved)
+    return straight, four_steps(again, other), known(outer)
+
+
+@pytest.mark.parametrize("make", [StatefulScheduleFree, StatefulSlowWeights])
+def test_a_job_that_starts_again_still_moves_positions(make):
+    """Most equal their parameters in the first steps only, so the loop's saved state names them."""
+    of_all = {}
+
+    def rank_main(comm):
+        def of_first_rank(saved):
+            of_all[comm.rank] = saved
+            comm.all_gather(torch.zeros(1, dtype=torch.uint8), [1] * comm.size)  # until rank 0 has saved
+            return of_all[0]
+
+        def read_by_first_rank(saved):
+            return [saved] if comm.rank == 0 else []  # which has gathered the states of both
+
+        return [resumed(comm, make, change) for change in (None, of_first_rank, read_by_first_rank)]
+
+    for (straight, own, _), (_, gathered, _), (_, _, places) in run_local(2, rank_main, timeout=20):
+        assert own == gathered == straight
+        assert len(places) == 1
+
+
+def test_a_copy_that_no_saved_state_names_causes_a_warning():
+    """As in a state of an earlier release, or if the loop is made after the optimizer has made steps."""
+
+    def without_entry(saved):
+        return {of: ({k: v for k, v in one.items() if k != "positions"},) for of, (one,) in saved.items()}
+
+    text = "optimizer 0 has a state 'z' near its parameters"
+    with pytest.warns(UserWarning, match=text):
+        resumed(ALONE, lambda params: StatefulScheduleFree(params, lr=0.01), without_entry)
+    _, params, optimizer, _ = trained(lambda params: ScheduleFree(params, lr=0.01), None, 3)
+    qcomp.torch.OuterLoop(params, optimizer, qcomp.outer.local_sgd(2), comm=ALONE)
+    with pytest.warns(UserWarning, match=text):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("named", ["z", [["z"]], [[0, 1.5]], [0], None, [[]]])
+def test_a_damaged_entry_of_positions_is_refused_on_every_rank(named):
+    def damaged(comm):
+        def change(saved):
+            if comm.rank:
+                for (one,) in saved.values():
+                    one["positions"] = named
+            return saved
+
+        return change
+
+    def rank_main(comm):
+        with pytest.raises((ValueError, qcomp.MismatchError), match="positions"):
+            resumed(comm, StatefulScheduleFree, damaged(comm))
+
+    run_local(2, rank_main, timeout=20)
+
+
 def test_copies_beside_the_state_cannot_go_to_other_replicas():
     _, params, _, outer = trained(Beside, qcomp.outer.local_sgd(2), 2, comm=ALONE)
     text = "optimizer 0 keeps a copy of a parameter in its attribute 'groups_of_masters.0.params.0', which"
@@ -496,12 +593,27 @@ class TestMistakes:
             {"make": MadeAtStart},
         ),
         (
+            (Positions, "resume", lambda self, saved: None),
+            test_a_job_that_starts_again_still_moves_positions,
+            {"make": StatefulScheduleFree},
+        ),
+        (
             (Positions, "place", lambda self, params, known: None),
             test_states_can_move_to_other_parameters,
             {},
         ),
     ],
-    ids=["not moved", "not noticed", "everything", "forgotten", "beside", "start", "begins", "relative"],
+    ids=[
+        "not moved",
+        "not noticed",
+        "everything",
+        "forgotten",
+        "beside",
+        "start",
+        "begins",
+        "resumed",
+        "relative",
+    ],
 )
 def test_broken_versions_are_detected(broken, law, options, monkeypatch):
     monkeypatch.setattr(*broken)

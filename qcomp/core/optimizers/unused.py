@@ -105,7 +105,7 @@ def warn_of_no_gradient(where: str) -> None:
     warn_caller(
         f"no parameter has a gradient {where}, so this optimizer step has changed nothing: call backward before "
         "step, and zero_grad after it. Or the model has other parameters now than the optimizer, as after "
-        "model.load_state_dict(assign=True): make another optimizer"
+        "model.load_state_dict(assign=True) or fully_shard(model): make the optimizer after it"
     )
 
 

@@ -178,7 +178,7 @@ class ElasticOuterLoop(QuorumMember):
             If no parameter has a gradient on this replica.
         """
         held, before = self._require_ready(), self._state
-        self._trained.require_all()
+        self._trained.begin_step()
         if before.stage == WARMUP:
             done = False
             try:

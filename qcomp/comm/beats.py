@@ -1,0 +1,63 @@
+"""Signs of life of ranks that exchange files: each writes a file again and again, and reads those of others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+_BEATS = 4
+"""Signs of life that a rank writes in the seconds after which the others take it for dead."""
+
+
+class Beats:
+    """The signs of life of one rank, which a thread writes, and what this rank has read of the others'.
+
+    Clocks are not compared: a rank is silent if its file has stayed the same in several looks. If a store stalls, fewer
+    looks are made, so that nobody counts as dead after it.
+
+    Parameters
+    ----------
+    write : callable
+        Writes the next sign of life.
+    read : callable
+        Returns the last sign of life of a rank, None if it has given none.
+    silence : float
+        Seconds without a sign of life after which a rank counts as dead.
+    """
+
+    def __init__(
+        self, write: Callable[[bytes], None], read: Callable[[int], bytes | None], silence: float
+    ) -> None:
+        self._write, self._read = write, read
+        self._pause = silence / _BEATS
+        self._ended = threading.Event()
+        self._seen: dict[int, tuple[bytes, int, float]] = {}
+        write(b"0")
+        self._thread = threading.Thread(target=self._beat, name="qcomp beats", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._ended.wait(self._pause):
+            number += 1
+            with contextlib.suppress(Exception):  # the next one may succeed
+                self._write(b"%d" % number)
+
+    def end(self) -> None:
+        """Write no more."""
+        self._ended.set()
+        if self._thread is not threading.current_thread():  # where the garbage collector may run
+            self._thread.join(timeout=self._pause)
+
+    def is_silent(self, rank: int, now: float) -> bool:
+        """Return whether a rank counts as dead; call it again and again, with seconds on a monotonic clock."""
+        last, times, looked = self._seen.get(rank, (b"", 0, -self._pause))
+        if now - looked < self._pause:
+            return False
+        sign = self._read(rank)
+        if sign is None:
+            return False
+        times = times + 1 if sign == last else 0
+        self._seen[rank] = sign, times, now
+        return times >= _BEATS
