@@ -67,5 +67,5 @@ def _tell(old: str) -> None:
     if old not in _told:
         new, goes = FORMER[old]
         shown = new.removeprefix("builtins.")
-        warn_caller(f"{old} is now {shown}; the old name goes in release {goes}", DeprecationWarning)
+        warn_caller(f"{old} is now called {shown}; release {goes} removes the old name", DeprecationWarning)
         _told.add(old)

@@ -193,7 +193,8 @@ def _warn_of_float64(x: Array) -> None:
         _warn_once(
             "float64",
             f"{kind[0]} arrays of float64 on {kind[1]} are compressed",
-            "kernels, which take a twentieth of the time, are for float32 only; convert if its precision is enough",
+            "kernels take a twentieth of the time, but exist for float32 only; convert the arrays if float32 is "
+            "precise enough",
         )
 
 

@@ -26,7 +26,7 @@ def made_private(*folders: Path) -> None:
     for each in folders[0].parents:
         mode = each.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise PermissionError(f"everybody can replace what is in {each}")
+            raise PermissionError(f"every user can replace the files in {each}")
     for each in folders:
         each.mkdir(mode=0o700, exist_ok=True)
         found = each.lstat()
@@ -35,7 +35,7 @@ def made_private(*folders: Path) -> None:
         if hasattr(os, "getuid") and found.st_uid != os.getuid():
             raise PermissionError(f"{each} belongs to user {found.st_uid}, not to user {os.getuid()}")
         if found.st_mode & _OTHERS_WRITE:
-            raise PermissionError(f"others can write to {each}")
+            raise PermissionError(f"other users can write to {each}")
         each.chmod(0o700)
     if not os.access(folders[-1], os.W_OK):
         raise PermissionError(f"{folders[-1]} cannot be written to")

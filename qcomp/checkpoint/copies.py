@@ -148,8 +148,8 @@ class Copies:
         handshake(comm, {"every": every, "job": job}, like=_LIKE)
         if self._others([str(each["token"]) for each in told]):
             problem = ValueError(
-                f"job is {job!r}, the name of another job that runs on {host} and keeps copies in the same folder "
-                f"{str(self._folder)!r}; expected a name of its own for each job"
+                f"job is {job!r}, but another job of this name on {host} keeps copies in the same folder "
+                f"{str(self._folder)!r}; expected a different name for each job"
             )
         self._tell(problem, "keep copies")
         self._life = str(told[0]["life"])
@@ -209,7 +209,7 @@ class Copies:
         steps = [each["step"] for each in told]
         if len(set(steps)) > 1:
             raise MismatchError(
-                f"the ranks keep copies of different steps: {steps}; expected the same on all"
+                f"the ranks keep copies of different steps: {steps}; expected the same step on all ranks"
             )
 
         lengths = [each["bytes"] for each in told]
@@ -331,11 +331,13 @@ def _name_of(job: str | None) -> str:
     found = os.environ.get("TORCHELASTIC_RUN_ID", "none") if job is None else job
     if job is None and found == "none":
         raise ValueError(
-            "job is None, and torchrun has no name either; pass job= or torchrun's --rdzv-id: the same name whenever "
-            "this job is started again, and another one for other jobs"
+            "job is None, and torchrun was given no name either; pass job= or torchrun's --rdzv-id: the same name "
+            "each time this job is started again, and a different name for every other job"
         )
     if not _JOB.fullmatch(found):
-        raise ValueError(f"job is {found!r}; expected at most 100 letters, digits, and any of _ . -")
+        raise ValueError(
+            f"job is {found!r}; expected at most 100 characters out of letters, digits, _ . and -"
+        )
     return found
 
 
@@ -343,7 +345,7 @@ def _folder_of(folder: Path, job: str) -> Path:
     """Return the folder of a job, and make it if it does not exist."""
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"folder is {str(folder)!r}; expected a folder that exists, and that keeps files when processes end"
+            f"folder is {str(folder)!r}; expected an existing folder whose files remain when processes end"
         )
     user = f"{os.getuid()}-" if hasattr(os, "getuid") else ""
     own = folder.resolve() / f"qcomp-{user}{job}"

@@ -83,8 +83,8 @@ def _look_for_others(folder: str, name: str) -> None:
         with suppress(FileNotFoundError):
             if removed_if_left(os.path.join(folder, other)) is False:
                 warnings.warn(
-                    f"another process ({found[1]}) writes {os.path.join(folder, name)!r} at the same time, and the "
-                    "content of one of the two will be lost: give each rank a file of its own",
+                    f"another process ({found[1]}) writes {os.path.join(folder, name)!r} at the same time, so what "
+                    "one of the two processes writes will be lost: give each rank its own file",
                     RuntimeWarning,
                     stacklevel=3,
                 )

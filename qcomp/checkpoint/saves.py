@@ -86,7 +86,7 @@ class Saves:
         framework = saves_one_rank()
         if framework is not None:
             if kinds:
-                self._warn(f"{framework} saves the state of one rank alone", kinds)
+                self._warn(f"{framework} saves the state of only one rank", kinds)
             return
         now = _Save.of(state, comm, kinds)
         if now is None:
@@ -107,7 +107,7 @@ class Saves:
     def _warn(self, what: str, kinds: tuple[str, ...]) -> None:
         self._has_warned = True
         warn_caller(
-            f"{what}, but each rank has {phrase(kinds)} of its own, without which the state does not resume: call "
+            f"{what}, but each rank keeps its own {phrase(kinds)}, and a run cannot resume without them: call "
             "gather_states() on all ranks before one rank saves for all, or let every rank save its own state"
         )
 

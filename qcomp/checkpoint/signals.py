@@ -59,8 +59,8 @@ class on_signal:  # noqa: N801 - it reads as a function
             raise ValueError(f"every is {every!r}; expected an integer of at least 1")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                f"on_signal was called in thread {threading.current_thread().name!r}; expected the main thread, "
-                "where Python's signal handlers run"
+                f"on_signal was called in thread {threading.current_thread().name!r}; expected the main thread, since "
+                "only there Python runs signal handlers"
             )
         handshake(comm, {"every": every}, like=_LIKE)
         self._comm = comm

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=300, help="steps of each training (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the parameters and the data (default: %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

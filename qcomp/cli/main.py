@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         options.parser.error(f"there is not enough memory: {error}")
     except SystemExit as leaving:  # raised by the user's code, so its status is not ours
-        options.parser.error(f"the named code called sys.exit({leaving.code!r}); expected code that returns")
+        options.parser.error(
+            f"the code named on the command line called sys.exit({leaving.code!r}); expected code that returns"
+        )
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED

@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         choices=(*TASKS, _SECONDS),
         default=TASKS[0],
-        help="task whose studies tell how many steps a method needs to a loss; none compares only seconds "
+        help="task whose studies tell how many steps each method needs to reach a loss; 'none': compare seconds only "
         "(default: %(default)s)",
     )
     how.add_argument("--picture", metavar="FILE", help="plot of step time over bandwidth; needs qcomp[plot]")
@@ -169,7 +169,7 @@ def plan(options: argparse.Namespace) -> str:
         for name in ("step", "out"):
             if getattr(options, name) is not None:
                 raise ValueError(
-                    f"--{name} is {getattr(options, name)!r}; expected it together with --measure"
+                    f"--{name} is {getattr(options, name)!r}, but --measure is not given; expected both"
                 )
         with _naming(options, "measured", OSError):
             measured = None if options.measured is None else Measured.load(options.measured)
@@ -200,7 +200,7 @@ def _advice(options: argparse.Namespace, measured: Measured | None) -> Advice:
         compute = measured.compute
     if options.params is None or compute is None:
         missing = "--params" if options.params is None else "--compute-ms"
-        raise ValueError(f"{missing} is not given; expected it, unless only --measure is wanted")
+        raise ValueError(f"{missing} is not given; pass it, unless you only want --measure")
     job = _job(options, compute)
     cluster = _cluster(options, None if measured is None else measured.cluster)
     if measured is not None and measured.on_one_node and options.link is None and options.ranks is not None:
@@ -243,8 +243,8 @@ def _shapes(options: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
     number, left = divmod(max(0, options.params - options.exact), height * width)
     if number > _MOST_MATRICES:
         raise UsageError(
-            f"--matrix is {height}x{width}, and --params {options.params} would be {number} of them; expected at most "
-            f"{_MOST_MATRICES} matrices: give the shape of larger ones, or a --compressor"
+            f"--matrix is {height}x{width}, so --params {options.params} would make {number} matrices; expected at "
+            f"most {_MOST_MATRICES}: pass the shape of larger matrices, or a --compressor"
         )
     rows, left = divmod(left, width)
     left += options.exact
@@ -277,7 +277,7 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
         for name in ("ranks", "link"):
             if getattr(options, name) is None:
                 raise ValueError(
-                    f"--{name} is not given; expected it, or --measured FILE from a run with --measure"
+                    f"--{name} is not given; pass it, or pass --measured FILE with the output of --measure"
                 )
         with _naming(options):
             measured = Cluster(1, Link(options.link, _LATENCY))
@@ -376,12 +376,12 @@ def _found(measured: Measured) -> str:
         )
         if cluster.ranks_per_node > 1:
             lines.append(
-                f"{cluster.link.streams:.2g} ranks of a node have that at once; "
-                f"inside a node: {show_bandwidth(cluster.inside.bandwidth)}"
+                f"{cluster.link.streams:.2g} ranks of a node each get that bandwidth at the same time; inside a node: "
+                f"{show_bandwidth(cluster.inside.bandwidth)}"
             )
         lines.append(
-            f"calls: {show_seconds(measured.machine.call)} an exchange, "
-            f"{show_seconds(measured.machine.tensor)} a tensor"
+            f"overhead of calls: {show_seconds(measured.machine.call)} for each exchange, "
+            f"{show_seconds(measured.machine.tensor)} for each tensor"
         )
     for spec, speed in measured.machine.speeds.items():
         of_each = {"encode": speed.encode, "decode": speed.decode, "decode and add": speed.add}

@@ -136,5 +136,7 @@ def stage_exchange(
         buffers = [stage(buffer, name=f"send[{peer}]") for peer, buffer in enumerate(send)]
     own = buffers[rank].shape[0]
     if own != sizes[rank]:
-        raise ValueError(f"receive[{rank}] is {sizes[rank]}, but rank {rank} hands itself {own} bytes")
+        raise ValueError(
+            f"receive[{rank}] is {sizes[rank]}, but rank {rank} sends itself {own} bytes; expected equal numbers"
+        )
     return buffers, sizes

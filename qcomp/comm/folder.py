@@ -160,7 +160,7 @@ class FolderCommunicator(Verbs):
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank!r} and size {size!r}; expected a rank from 0 to size - 1")
         if not job or {*job} & {*"/\\"} or job.startswith("."):
-            raise ValueError(f"job is {job!r}; expected a name that a folder can have")
+            raise ValueError(f"job is {job!r}; expected a valid name of a folder")
         if size > 1:
             require_rank_of_its_own("FolderCommunicator")
         self.rank, self.size = rank, size
@@ -264,8 +264,8 @@ class FolderCommunicator(Verbs):
             if time.monotonic() - start > self.timeout:
                 ranks = name_ranks(missing)
                 raise CommunicatorError(
-                    f"{verb}: waited {self.timeout:g} s for {ranks}, which wrote no file for it: it has died, or is "
-                    "late, or sees another folder"
+                    f"{verb}: waited {self.timeout:g} s for a file from {ranks}: a rank has died, is late, or uses "
+                    "another folder"
                 )
             time.sleep(pause)
             pause = min(self._store.longest_pause, _GROWTH * pause)

@@ -312,8 +312,8 @@ class Lifelines:
             self._silent[peer] = heard
             self._news[peer] = (
                 f"nothing was heard of rank {peer} for {self._limit:g} s, since {since}: its process holds Python's "
-                "lock or is stopped, or its machine is cut off, which shows within seconds. This rank waits for it "
-                "until the timeout; with silence= or QCOMP_SILENCE it would give the other up sooner"
+                "lock or is stopped, or its machine is cut off, in which case an error follows within seconds. This "
+                "rank waits until the timeout; to give up sooner, set silence= or QCOMP_SILENCE"
             )
             self.changed.notify_all()
 
@@ -400,8 +400,8 @@ def lifelines(
                 look_for(missing)
                 time.sleep(_PAUSE_SECONDS)
             warn_caller(
-                f"rank {rank} has no connection to {name_ranks(missing)} beside the transport's, so their death is "
-                "noticed only by the transport: let the nodes reach each other on all TCP ports, or set "
+                f"rank {rank} has no connection to {name_ranks(missing)} besides the transport's, so it may notice "
+                "their death only at the timeout: let the nodes reach each other on all TCP ports, or set "
                 "GLOO_SOCKET_IFNAME to the interface on which they do",
                 RuntimeWarning,
             )

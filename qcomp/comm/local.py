@@ -247,7 +247,7 @@ class _World:
 
     def _why_incomplete(self, verb: str, calls: dict[int, _Call], *, in_time: bool) -> str:
         if in_time:
-            return f"{verb}: finished without calling it: {name_ranks(self._left - calls.keys())}"
+            return f"{verb}: {name_ranks(self._left - calls.keys())} finished without calling it"
         absent = set(range(self.size)) - calls.keys()
         return f"{verb}: waited {self.timeout:g} s for {name_ranks(absent)}"
 

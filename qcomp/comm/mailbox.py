@@ -55,8 +55,8 @@ class FolderMailbox:
         self._store = store_at(folder)
         if not self._store.creates:
             raise ValueError(
-                f"folder is {self._place!r}; expected a store whose pipe_file of fsspec takes mode='create', such as "
-                "that of a new s3fs or gcsfs, or a path: ranks must not write over each other's files"
+                f"folder is {self._place!r}; expected a path, or a store whose fsspec method pipe_file takes "
+                "mode='create', as in recent s3fs and gcsfs: otherwise ranks could overwrite each other's files"
             )
 
     def __repr__(self) -> str:

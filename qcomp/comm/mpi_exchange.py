@@ -167,7 +167,7 @@ class MPIExchange:
             missing.append(f"only a part came from {name_ranks(self._receiving)}")
         silent = self._sending.keys() - self.awaited
         if silent:
-            missing.append(f"{name_ranks(silent)} did not take what was sent")
+            missing.append(f"{name_ranks(silent)} did not receive what was sent")
         return ", ".join(missing)
 
     def wait(self) -> list[Array]:

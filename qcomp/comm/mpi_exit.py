@@ -168,8 +168,8 @@ def _become_child() -> None:
 def _end_child() -> None:
     """End a forked child before mpi4py finalizes MPI in it, which would break the job."""
     sys.stderr.write(
-        f"qcomp: process {os.getpid()}, a forked child of a rank of MPI, ends here with status 1, because mpi4py would "
-        "finalize MPI in it and break the job: end forked children by os._exit\n"
+        f"qcomp: process {os.getpid()}, a forked child of an MPI rank, ends here with status 1, because mpi4py would "
+        "finalize MPI in the child and break the job: end forked children with os._exit\n"
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -194,7 +194,7 @@ def _await_farewell(comm: MPI.Intracomm, peer: int, lines: Lifelines) -> None:
     # Without a timeout, like MPI_Finalize: the peer may still compute.
     while (message := comm.Improbe(source=peer, tag=FINISHED_TAG)) is None:
         if lines.is_dead(peer):
-            sys.stderr.write(f"qcomp: rank {peer} ended without taking leave: the job is aborted\n")
+            sys.stderr.write(f"qcomp: rank {peer} ended unexpectedly, so the job is aborted\n")
             _abort(1)
         time.sleep(_PAUSE_SECONDS)
     message.Recv([np.empty(0, dtype=np.uint8), MPI.BYTE])

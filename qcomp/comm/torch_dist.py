@@ -142,8 +142,8 @@ class TorchCommunicator(Verbs):
             raise TypeError(f"group must be a torch.distributed.ProcessGroup of this process, got {group!r}")
         if any(dist.group.WORLD is known for known in _of_parents):
             raise CommunicatorError(
-                "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, whose "
-                "connections it must not use: make communicators in the parent"
+                "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, and a "
+                "child must not use its parent's connections: make communicators in the parent"
             )
         waits = patience(timeout=timeout, silence=silence, default=timeout_of(group))
         backends = str(dist.get_backend_config(group))

@@ -234,7 +234,7 @@ class TorchExchange:
         self._finish_sending()
 
     def _finish_sending(self) -> None:
-        self._wait_for("what was sent was not taken by", self._sending)
+        self._wait_for("sent data was not received by", self._sending)
         self._sending.clear()
 
     def _read_headers(self) -> None:

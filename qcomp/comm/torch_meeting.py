@@ -57,7 +57,8 @@ class StoreMeeting:
             yield int(rank), told
         if missing:
             raise CommunicatorError(
-                f"{_WHO}: {self._size} ranks have come, but not {name_ranks(missing)}: two have the same number"
+                f"{_WHO}: {self._size} processes have joined, but not {name_ranks(missing)}: two of them have the "
+                "same rank"
             )
 
     def fail(self, reason: str) -> None:

@@ -52,15 +52,17 @@ class Verbs(ABC):
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or sent to another process."""
         raise TypeError(
-            f"{self!r} cannot be copied or pickled, because it belongs to this process: leave it out of what a data "
-            "loader's worker or another process gets; if that is a rank, it makes a communicator of its own"
+            f"{self!r} cannot be copied or pickled, because it belongs to this process: do not pass it to other "
+            "processes, such as a data loader's workers; if the other process is a rank, make another communicator "
+            "there"
         )
 
     def _refuse(self, verb: str) -> NoReturn:
         """Raise because this process has not made the communicator."""
         raise CommunicatorError(
             f"{verb}: process {os.getpid()} is a forked child of rank {self.rank} (process {self._process}), whose "
-            "connections it must not use: let children such as a data loader's workers compute, and the rank exchange"
+            "connections it must not use: let children, such as a data loader's workers, only compute, and call "
+            "exchanges in the rank"
         )
 
     def _require_open(self, verb: str) -> None:
@@ -209,7 +211,7 @@ def require_rank_of_its_own(what: str) -> None:
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
             raise CommunicatorError(
                 f"{what}: process {os.getpid()} is a child that only imports the script, such as a data loader's "
-                "worker: put what ranks do under if __name__ == '__main__'"
+                "worker: put the code of the ranks under if __name__ == '__main__'"
             )
         frame = frame.f_back
 

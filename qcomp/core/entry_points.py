@@ -29,8 +29,8 @@ def offered(kind: str, known: Mapping[str, type]) -> dict[str, EntryPoint]:
         own = known.get(point.name)
         if own is not None and (own.__module__, own.__qualname__) != (point.module, point.attr):
             raise ValueError(
-                f"{source_of(point)} offers {kind} {point.name!r}, which is {own.__module__}.{own.__qualname__} "
-                "already; expected another name"
+                f"{source_of(point)} offers {kind} {point.name!r}, but {own.__module__}.{own.__qualname__} already "
+                "has this name; expected another name"
             )
         other = found.get(point.name)
         if other is not None and (other.value, other.dist and other.dist.name) != (

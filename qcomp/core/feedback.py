@@ -103,6 +103,6 @@ def require_contraction(compressor: Compressor) -> None:
     if traits.peak is None or traits.peak >= 1:
         raise ValueError(
             f"feedback=True around {compressor.spec}, which is unbiased with omega = {traits.omega:.3g} >= 1: the "
-            "residual would grow without bound; wrap it as qcomp.Scaled(...), use more levels or smaller "
-            "buckets, or leave feedback out, by feedback=False or the compressor's own compress"
+            "residual would grow without bound; wrap the compressor in qcomp.Scaled(...), use more levels or smaller "
+            "buckets, or do without feedback: pass feedback=False, or call the compressor's own compress"
         )

@@ -260,12 +260,13 @@ class Payload:
             raise PayloadError(f"the payload names a compressor that cannot be made: {error}") from error
         if made_by.for_shape((size,)) != made_by:
             raise PayloadError(
-                f"the payload names {made_by}, which makes none; expected {made_by.for_shape((size,))}"
+                f"the payload names {made_by}, which does not itself compress vectors; expected "
+                f"{made_by.for_shape((size,))}"
             )
         if not expected.admits(data_length):
             most = "at most " if expected.variable_length else ""
             raise PayloadError(
-                f"the payload has {data_length} bytes of data; {made_by} makes {most}{expected.nbytes} of {size} "
+                f"the payload has {data_length} bytes of data; {made_by} makes {most}{expected.nbytes} from {size} "
                 "elements"
             )
         return cls(made_by.spec, size, _DTYPES[dtype], from_host_bytes(data, like))

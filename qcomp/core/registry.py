@@ -30,7 +30,10 @@ def register(cls: type[Compressor]) -> type[Compressor]:
     """
     known = _classes.get(cls.name)
     if known is not None and known is not cls:
-        raise ValueError(f"{cls.__qualname__} has name {cls.name!r}, which is {known.__qualname__}'s already")
+        raise ValueError(
+            f"{cls.__qualname__} has the name {cls.name!r}, which {known.__qualname__} already has; expected another "
+            "name"
+        )
     _classes[cls.name] = cls
     return cls
 
@@ -119,8 +122,8 @@ def find_class(name: str) -> type[Compressor]:
     point = _offered().get(name)
     if point is None:
         raise ValueError(
-            f"there is no compressor {name!r}; known: {', '.join(compressor_names())}. Make a class of your own known "
-            "by qcomp.register"
+            f"there is no compressor {name!r}; known: {', '.join(compressor_names())}. To use a class of your own, "
+            "pass it to qcomp.register"
         )
     cls: type[Compressor] = point.load()
     if not (isinstance(cls, type) and issubclass(cls, Compressor)):

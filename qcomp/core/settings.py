@@ -26,7 +26,7 @@ def plain_numbers(settings: Any) -> None:
         plain = tuple(map(_plain, given)) if pair else _plain(given)
         if kind in _EXPECTED and not _fits(plain, kind):
             has_array = any(hasattr(x, "shape") for x in (plain if pair else [plain]))
-            cure = ": take them out of their arrays with float()" if has_array else ""
+            cure = ": convert an array to a number with float()" if has_array else ""
             raise TypeError(f"{field.name} is {given!r:.200}; expected {_EXPECTED[kind]}{cure}")
         if plain is not given:
             object.__setattr__(settings, field.name, plain)

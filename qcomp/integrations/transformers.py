@@ -141,13 +141,14 @@ class AttachOptimizer(TrainerCallback):
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm is {args.max_grad_norm}; expected 0, since the optimizer averages momenta instead of "
-                f"gradients: pass it clip_norm={args.max_grad_norm}"
+                f"gradients: pass clip_norm={args.max_grad_norm} to the optimizer"
             )
         optimizer, model = self._optimizer, self._trainer.model_wrapped
         if not hasattr(optimizer, "attach"):
             raise TypeError(
                 f"the Trainer's optimizer is a {type(optimizer).__name__}; expected one of qcomp.torch, such as with "
-                "optimizer_cls_and_kwargs=(qcomp.torch.OneBitAdam, {...}); CompressGradients serves any other"
+                "optimizer_cls_and_kwargs=(qcomp.torch.OneBitAdam, {...}); for any other optimizer, use "
+                "CompressGradients"
             )
         if args.world_size > 1 and model is not self._wrapped:  # else train() was called before
             optimizer.attach(model)

@@ -377,9 +377,10 @@ class MeshMean:
         for name, leaf in zip(tree.names, tree.leaves, strict=True):
             if not _varies(leaf, self.axis_name):
                 raise ValueError(
-                    f"tree has at {name!r} the same values on all devices of {self.axis_name!r}: jax.grad adds up the "
-                    "gradients of replicated parameters. Differentiate with respect to "
-                    f"jax.lax.pcast(params, {self.axis_name!r}, to='varying'), or pass check_vma=False to jax.shard_map"
+                    f"the array of tree at {name!r} has the same values on all devices of {self.axis_name!r}, because "
+                    "jax.grad adds up the gradients of replicated parameters. Differentiate with respect to "
+                    f"jax.lax.pcast(params, {self.axis_name!r}, to='varying'), or pass check_vma=False to "
+                    "jax.shard_map"
                 )
 
 

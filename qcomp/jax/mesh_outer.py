@@ -124,7 +124,7 @@ class MeshOuterLoop:
             )
         if self.loop.warmup:
             raise ValueError(
-                f"loop has warmup={self.loop.warmup}; expected 0: make those steps with jax.lax.pmean of the "
+                f"loop has warmup={self.loop.warmup}; expected 0: make the warm-up steps with jax.lax.pmean of the "
                 "gradients, in a program of their own, and init the loop with the parameters after them"
             )
         if self.loop.averaging.divisor != "ranks":
@@ -219,8 +219,8 @@ class MeshOuterLoop:
         for name, p in zip(taken.names, taken.leaves, strict=True):
             if jnp.shape(p) != state.anchor[name].shape:
                 raise ValueError(
-                    f"params has at {name!r} the shape {jnp.shape(p)}; expected {state.anchor[name].shape}: this "
-                    "device's parameters, without the axis of the devices"
+                    f"the array of params at {name!r} has shape {jnp.shape(p)}; expected {state.anchor[name].shape}, "
+                    "the shape of this device's parameters, without the axis of the devices"
                 )
         loop, count = self.loop, state.step + 1
         departs, lands = self._turns

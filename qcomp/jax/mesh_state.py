@@ -37,12 +37,15 @@ class MeshState(NamedTuple):
 
 
 _REFUSED_AROUND = {
-    "ApplyIfFiniteState": "optax.apply_if_finite decides on each device alone whether to exchange, and all would wait "
-    "for each other; put it behind: optax.chain(compressed(...), optax.apply_if_finite(...))",
-    "MultiStepsState": "optax.MultiSteps adds up the gradients of each device alone, in an array that no PartitionSpec "
-    "describes; add up inside the step, or put it behind: optax.chain(compressed(...), optax.MultiSteps(...))",
-    "MaskedState": "optax.masked leaves the gradients of other arrays as each device has them; keep arrays exact with "
-    "exact=..., or give every array a mean: optax.partition({...: tx, ...: optax.set_to_zero()}, labels)",
+    "ApplyIfFiniteState": "optax.apply_if_finite decides on each device separately whether to exchange, so the "
+    "devices would wait for each other; put it after the mean: optax.chain(compressed(...), "
+    "optax.apply_if_finite(...))",
+    "MultiStepsState": "optax.MultiSteps adds up the gradients of each device separately, in an array that no "
+    "PartitionSpec describes; add up inside the step, or put it after the mean: optax.chain(compressed(...), "
+    "optax.MultiSteps(...))",
+    "MaskedState": "optax.masked does not average the gradients of the other arrays, which differ between devices; "
+    "keep arrays exact with exact=..., or give every array a mean: optax.partition({...: tx, ...: "
+    "optax.set_to_zero()}, labels)",
 }
 """Why the state of a mean must not be inside these states of optax, by their names."""
 
@@ -106,8 +109,8 @@ def _require_all_averaged(state: PyTree) -> None:
             inner = masked.inner_state
             if not _has_mean(inner) and type(inner).__name__ != "EmptyState":
                 raise ValueError(
-                    f"state has a PartitionState in which some transformations have a compressed mean, but not the one "
-                    f"of {label!r}, whose gradients each device would have for itself; expected a mean in each, or "
+                    "state has a PartitionState in which some transformations have a compressed mean, but not the one "
+                    f"of {label!r}, whose gradients would differ between devices; expected a mean in each, or "
                     "optax.set_to_zero()"
                 )
             _require_all_averaged(inner)

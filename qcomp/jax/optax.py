@@ -235,7 +235,9 @@ class _OneBitAdam:
         moments = taken.like(state.momentum, "momentum")
         for name, g, m in zip(taken.names, taken.leaves, moments, strict=True):
             if jnp.shape(g) != m.shape:
-                raise ValueError(f"updates has at {name!r} the shape {jnp.shape(g)}; state has {m.shape}")
+                raise ValueError(
+                    f"the array of updates at {name!r} has shape {jnp.shape(g)}; state has {m.shape}"
+                )
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.
         numbers = StepNumbers(-1.0, correction(self.adam.betas[0], count), self.adam.eps, 0.0)

@@ -429,6 +429,6 @@ def _require_fixed_lengths(compressors: Sequence[Compressor]) -> None:
     for compressor in compressors:
         if compressor.variable_length:
             raise ValueError(
-                f"compressor is {compressor.spec}, whose payloads vary in length; expected one with payloads of "
-                "fixed length inside jax.jit, such as the same without coding"
+                f"compressor is {compressor.spec}, whose payloads vary in length; expected one with payloads of fixed "
+                "length inside jax.jit, such as the same compressor without coding"
             )

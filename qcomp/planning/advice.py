@@ -185,7 +185,8 @@ class Advice:
         counted = []
         if not all(row.measured for row in self.rows):
             counted.append(
-                f"?: the steps to a loss are not measured; the comparison counts {UNMEASURED:g} for one of Adam's."
+                f"?: the steps to a loss are not measured; the comparison assumes {UNMEASURED:g} steps for each step "
+                "of exact training."
             )
         if any(row.known.ratio < 1 for row in self.rows if row.known is not None and row.known.ratio):
             counted.append("A ratio below 1 counts as 1, so what Muon gains over AdamW does not count.")
@@ -363,7 +364,9 @@ def _recommend(rows: Sequence[Row], cluster: Cluster, task: str | None) -> tuple
     gain = best.loss_speedup / exact.loss_speedup
     name, other = best.time.method.label, exact.time.method.label
     run = "a run" if task is None else "a run to the same loss"
-    charged = "" if task is None or best.measured else f", if it needs {UNMEASURED:g} steps for one, "
+    charged = (
+        "" if task is None or best.measured else f", if it needs {UNMEASURED:g} steps for each exact step, "
+    )
     if gain >= WORTHWHILE:
         verb = "Exchange" if isinstance(best.time.method, OuterMethod) else "Compress with"
         shorter = f"a step {best.speedup / exact.speedup:.2f} times"
@@ -373,8 +376,8 @@ def _recommend(rows: Sequence[Row], cluster: Cluster, task: str | None) -> tuple
                 f"{verb} {name}: {run} is {gain:.2f} times as fast as with {other}, {shorter}.",
             )
         return best, (
-            f"Try {name}: {shorter} as fast as with {other}. How many steps it needs to the same loss is not measured; "
-            f"if it needs {UNMEASURED:g} for one, {run} is {gain:.2f} times as fast. "
+            f"Try {name}: {shorter} as fast as with {other}. How many steps it needs to reach the same loss is not "
+            f"measured; if it needs {UNMEASURED:g} for each exact step, {run} is {gain:.2f} times as fast. "
             + _safe(compressed, exact)
         )
     if gain > 1:

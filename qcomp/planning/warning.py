@@ -75,9 +75,9 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     if own.seconds > plain.seconds:
         warnings.warn(
             f"{type(optimizer).__name__} will be slower than plain training: averaging {job.params} parameters by "
-            f"{own.method.label} takes {show_seconds(own.seconds)}, of which {show_seconds(own.codec)} encoding and "
-            f"decoding; a {plain.method.label} takes {show_seconds(plain.seconds)}, on {cluster.ranks} ranks and "
-            f"a link of {show_bandwidth(cluster.link.bandwidth)} (see qcomp plan)",
+            f"{own.method.label} takes {show_seconds(own.seconds)}, including {show_seconds(own.codec)} for encoding "
+            f"and decoding, but a {plain.method.label} takes {show_seconds(plain.seconds)}, on {cluster.ranks} ranks "
+            f"and a link of {show_bandwidth(cluster.link.bandwidth)} (see qcomp plan)",
             stacklevel=2,
         )
 

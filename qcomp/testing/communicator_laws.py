@@ -101,7 +101,9 @@ def exchanges_keep_their_order(comm: Communicator, xp: Namespace) -> None:
     for i in range(130):  # in all more than 256 exchanges
         mine = to_library(xp, np.full(5, (i + me) % 251, dtype=np.uint8))
         found = [int(to_numpy(x)[0]) for x in comm.all_gather(mine, [5] * comm.size)]
-        assert found == [(i + r) % 251 for r in ranks], f"all_gather number {i} delivers another one's bytes"
+        assert found == [(i + r) % 251 for r in ranks], (
+            f"all_gather number {i} delivers the bytes of another exchange"
+        )
         send = [to_library(xp, np.full(r, i % 251, dtype=np.uint8)) for r in ranks]
         received = comm.all_to_all(send, [me] * comm.size)
         _require_buffers(received, [np.full(me, i % 251, dtype=np.uint8)] * comm.size, send[0], "all_to_all")
@@ -163,9 +165,11 @@ def stages_run_over_it(comm: Communicator, xp: Namespace) -> None:
         pairs = [x for r in range(comm.size) for x in (r + number, comm.rank)]
         return pairs + [number] * comm.size
 
-    assert drive(_sums(comm, xp, 5), comm) == expected(5), "a computation in stages gets other bytes"
+    assert drive(_sums(comm, xp, 5), comm) == expected(5), "a computation in stages gets wrong bytes"
     found = drive(pipeline([_sums(comm, xp, number) for number in range(4)]), comm)
-    assert found == [expected(number) for number in range(4)], "interleaved computations get bytes of others"
+    assert found == [expected(number) for number in range(4)], (
+        "interleaved computations get each other's bytes"
+    )
 
 
 def starts_wait_in_any_order(comm: Communicator, xp: Namespace) -> None:
@@ -207,7 +211,8 @@ def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
             errors.append(error)
     wanted = 2 if comm.rank == 0 else 1
     assert len(errors) >= wanted, (
-        f"rank {last} sends rank 0 a byte more than announced, twice; rank {comm.rank} gets {len(errors)} errors"
+        f"rank {last} sends rank 0 a byte more than announced, twice; rank {comm.rank} gets {len(errors)} errors, "
+        f"expected at least {wanted}"
     )
 
 

@@ -74,7 +74,9 @@ def until_death(
             return [results.get(rank) for rank in ranks]
         complete: dict[int, Any] = {}
         if exchange <= death.exchange:
-            assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
+            assert not results, (
+                f"ranks {list(results)} have ended, but ranks {list(requests)} want an exchange"
+            )
             complete = dict(enumerate(deliver(requests)))
         if exchange >= death.exchange:
             reached = set(death.reached) - {death.rank}

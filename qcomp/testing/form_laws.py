@@ -105,8 +105,8 @@ def identity_of_configuration(case: Case) -> None:
     """Compressors with equal fields are equal, and have equal hashes and specs; with other fields they differ."""
     own = case.compressor
     for how, other in (("copied", copy.deepcopy(own)), ("made from its spec", from_spec(own.spec))):
-        assert other == own, f"{how}, it is not equal to itself"
-        assert hash(other) == hash(own), f"{how}, it has a different hash"
+        assert other == own, f"{how}, the compressor is not equal to the original"
+        assert hash(other) == hash(own), f"{how}, the compressor has a different hash"
         assert other.spec == own.spec, f"{how}, its spec is {other.spec!r}; expected {own.spec!r}"
         assert other.traits == own.traits, f"{how}, its traits are {other.traits}; expected {own.traits}"
     try:
@@ -114,8 +114,8 @@ def identity_of_configuration(case: Case) -> None:
     except (pickle.PicklingError, AttributeError):
         pickled = b""  # a class that cannot be imported by name
     if pickled:
-        assert pickle.loads(pickled) == own, "pickled and loaded, it is not equal to itself"
-    assert own != object(), "it is equal to an unrelated object"
+        assert pickle.loads(pickled) == own, "pickled and loaded, the compressor is not equal to the original"
+    assert own != object(), "the compressor is equal to an unrelated object"
     for sibling in siblings(own):
         assert sibling != own, f"{sibling!r} is equal to {own!r}"
         assert sibling.spec != own.spec, f"{sibling!r} and {own!r} have the same spec {own.spec!r}"

@@ -54,7 +54,7 @@ def lockstep(
                 results[rank] = error
         if not requests:
             return [results[rank] for rank in ranks]
-        assert not results, f"ranks {list(results)} ended where {list(requests)} want an exchange"
+        assert not results, f"ranks {list(results)} have ended, but ranks {list(requests)} want an exchange"
         arrived = deliver(requests)
 
 

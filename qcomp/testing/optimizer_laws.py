@@ -250,7 +250,9 @@ def refusals_are_shared(case: OptimizerCase) -> None:
             raised = Ranks(raising, list(job.params), list(job.states))
             stopped = raised.stages(grads, donate=tensor % 2 == step % 2)
             for rank, error in enumerate(lockstep(stopped, catch=NonFiniteError)):
-                assert isinstance(error, NonFiniteError), f"{where}: rank {rank} makes its step"
+                assert isinstance(error, NonFiniteError), (
+                    f"{where}: rank {rank} makes its step without an error"
+                )
             key = next(filter(None, map(difference, before, job.held())), None)
             assert key is None, f"{where}: {key!r} has changed"
             if skipping is None:
@@ -352,7 +354,9 @@ def another_world_goes_on(case: OptimizerCase) -> None:
         if case.optimizer.apart(job.states[0].stage):
             continue
         held = [list(map(bytes_of, p)) for p in job.params]
-        assert held == held[:1] * size, f"loaded after {step} steps on {size} ranks, these then differ"
+        assert held == held[:1] * size, (
+            f"loaded after {step} steps on {size} ranks, the ranks have different parameters after a step"
+        )
 
 
 def _require_kept(loaded: Ranks, saved: Ranks) -> None:

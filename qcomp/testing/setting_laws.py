@@ -289,7 +289,7 @@ def draws_have_keys_of_their_own(case: OptimizerCase) -> None:
             own = key._replace(bucket=bucket)
             if own._replace(bucket=0) == Key():
                 continue  # sizes of payloads are found with this key
-            assert key.seed == seed, f"with seed={seed}, a bucket is rounded with the draws of {own}"
+            assert key.seed == seed, f"with seed={seed}, a bucket is rounded with the random draws of {own}"
             assert own not in seen, (
                 f"two buckets are rounded with the draws of {own}; use the key of the step"
             )

@@ -111,7 +111,7 @@ def own_precision(world: Peers) -> None:
             means, _ = average(mean, ordered, world.start(mean, ordered[0]))
             for i, got in enumerate(means):
                 exact = sum(of_rank[i].astype(np.float64) for of_rank in ordered) / world.size
-                assert got.dtype == ordered[0][i].dtype, "tensors of two dtypes do not keep theirs"
+                assert got.dtype == ordered[0][i].dtype, "tensors of two dtypes do not keep their dtypes"
                 assert np.allclose(got, exact, rtol=1e-6, atol=0), "tensors of two dtypes have a wrong mean"
 
 
@@ -229,7 +229,7 @@ def side_by_side(world: Peers) -> None:
         )
         for i, expected in enumerate(alone):
             same = {bits(together[rank][i][0]) for rank in world.ranks} == {bits(expected)}
-            assert same, f"beside other means, with {how.__name__}, it gives another result"
+            assert same, f"beside other means, with {how.__name__}, the mean gives another result"
 
 
 def rounds_change_nothing(world: Peers) -> None:
@@ -353,7 +353,7 @@ def costs_make_sense(world: Peers) -> None:
     for what, costs in (("larger vectors", sizes), ("slower links", links)):
         for less, more in pairwise(costs):
             assert all(a <= b for a, b in zip(less, more, strict=True)), (
-                f"{what} cost less: {less}, then {more}"
+                f"{what} cost less: {less} before, {more} after"
             )
 
 
@@ -405,7 +405,7 @@ def costs_count_what_happens(world: Peers) -> None:
         if world.is_exact and what != "sent":
             continue  # it only copies and adds
         assert 0.9 * sum(of_ranks) / world.size <= counted <= 1.1 * max(of_ranks), (
-            f"its cost counts {counted:.0f} {unit} {what} by a rank; the ranks have {of_ranks}"
+            f"the topology's cost counts {counted:.0f} {unit} {what} by a rank; the ranks counted {of_ranks}"
         )
 
 
@@ -421,10 +421,11 @@ def each_tensor_has_its_compressor(world: Peers) -> None:
             off = float(np.abs(got - sum(v[i].astype(np.float64) for v in values) / world.size).max())
             most = _MOST_OFF.get(type(c))
             assert most is None or off <= most * (world.size + 2), (
-                f"tensor {i}, which is compressed by {c.spec}, is off by {off:.3g}: others have other compressors"
+                f"tensor {i}, which is compressed by {c.spec}, is off by {off:.3g} beside tensors with other "
+                "compressors"
             )
             assert most is not None or off > 0.05 or world.is_exact, (
-                f"tensor {i} should be compressed by {c.spec}, and is off by {off:.3g} only"
+                f"tensor {i} should be compressed by {c.spec}, but is off by only {off:.3g}"
             )
 
 

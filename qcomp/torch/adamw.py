@@ -25,7 +25,7 @@ _USUAL = {"amsgrad": False, "maximize": False}
 """Settings of AdamW that change its steps, with the values under which its steps equal the warm-up's."""
 _DROPPED = {*_USUAL, _DECOUPLED, "foreach", "capturable", "differentiable", "fused", "param_names"}
 """Keys of AdamW's groups that loading drops."""
-_BEGIN_ANEW = "Or begin without its state, with a warm-up of the learning rate"
+_BEGIN_ANEW = "Or begin without this state, with a warm-up of the learning rate"
 
 
 class BeginsAsAdamW(AveragingOptimizer):
@@ -147,8 +147,8 @@ def _require_groups(
         for key, usual in _USUAL.items():
             if then.get(key, usual) != usual:
                 raise ValueError(
-                    f"param_groups[{number}] of AdamW has {key}={shown(then[key])}; expected {usual}, as in all steps "
-                    f"here. {_BEGIN_ANEW}"
+                    f"param_groups[{number}] of AdamW has {key}={shown(then[key])}; expected {usual}, which this "
+                    f"optimizer uses in all steps. {_BEGIN_ANEW}"
                 )
         decoupled = then.get(_DECOUPLED, _is_decoupled(core))
         if decoupled != _is_decoupled(core) and then.get("weight_decay"):

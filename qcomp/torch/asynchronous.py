@@ -153,7 +153,7 @@ def _require_alone(model: Any, trained: Trained) -> None:
             "model is wrapped in DistributedDataParallel; expected model.module, trained without the wrapper"
         )
     if hasattr(trained.tensors[0], "device_mesh"):
-        raise ValueError("model is sharded; expected a whole one on each rank")
+        raise ValueError("model is sharded; expected the whole model on each rank")
     for number, one in enumerate(trained.optimizers):
         if isinstance(one, AveragingOptimizer) and one.comm.size > 1:
             raise ValueError(

@@ -200,9 +200,10 @@ def _differing(held: list[dict[str, list[str]]]) -> set[str]:
         if len(ranks_of) > 1:
             kinds = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in ranks_of.items()]
             raise MismatchError(
-                f"the buffer {name!r} is {', but '.join(kinds)}: all ranks need the same buffers, since they are "
-                "made equal. Register it alike on all ranks and before the loop is made, as a cache for the longest "
-                "sequence, or pass buffers=False, which leaves all as they are"
+                f"the buffer {name!r} is {', but '.join(kinds)}: all ranks need the same buffers, since the loop "
+                "makes their values equal. Register the buffer alike on all ranks before the loop is made, such as a "
+                "cache with the size of the longest sequence; or pass buffers=False, which leaves all buffers as they "
+                "are"
             )
     return {name for name in names if len({of_rank[name][1] for of_rank in held}) > 1}
 

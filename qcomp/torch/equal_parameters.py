@@ -57,8 +57,8 @@ def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[N
     error = yield from difference_in_values(state.names, values, state.size)
     if error is not None:
         raise MismatchError(
-            f"something else than this optimizer has changed parameters on some ranks before step {state.step + 1}: "
-            "load weights on every rank, or before the optimizer is made, which copies them from rank 0 to all "
-            "ranks. An Embedding with max_norm renormalises the rows that its rank reads: leave max_norm out, and "
+            f"something other than this optimizer has changed parameters on some ranks before step {state.step + 1}: "
+            "load weights on every rank, or before the optimizer is made, which copies them from rank 0 to all ranks. "
+            "An Embedding with max_norm renormalises the rows that its rank reads: leave max_norm out, and "
             f"renormalise after the step; {error}"
         ) from error

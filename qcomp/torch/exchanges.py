@@ -39,8 +39,8 @@ if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
 __all__ = ["GatheredWeights", "ReplicatedGradients", "Rules", "ScatteredGradients"]
 
 _SAME_MODULES = (
-    "every rank must run the same modules of a sharded model in the same order; multiply the result of one that a rank "
-    "would skip by zero instead"
+    "every rank must run the same modules of a sharded model in the same order; a rank that would skip a module must "
+    "run it and multiply the result by zero"
 )
 
 _WEIGHTS_HOP = 1 << 31
@@ -193,7 +193,7 @@ class ScatteredGradients(_Sharded):
         if shards is None:
             raise ValueError(
                 f"feedback is True, but some parameters of {self._unit.label} have no gradient, and torch does not "
-                "tell which: call set_reduce_scatter_unused_params(True), so that they have zeros, or use an unbiased "
+                "tell which: call set_reduce_scatter_unused_params(True) to give them zeros, or use an unbiased "
                 "compressor with feedback=False"
             )
         if self._residual is None:
@@ -234,7 +234,10 @@ class ScatteredGradients(_Sharded):
                 vector = unit.to_vector(list(residuals.values()), self._comm.size)
                 residual = vector if residual is None else residual + vector
         if len(calls) != 1:
-            raise ValueError(f"the states were saved after {sorted(calls)} exchanges of {self._unit.label}")
+            raise ValueError(
+                f"the states were saved after {sorted(calls)} exchanges of {self._unit.label}; expected the same "
+                "number in all states"
+            )
         if residual is not None:
             residual = (residual / len(saved)).to(self._unit.params[0].device)
         return _Scattered(calls.pop(), skipped // len(saved), residual, owing)
@@ -299,8 +302,9 @@ class GatheredWeights(_Sharded):
                 self._shards(unit).require_contraction()
             except ValueError as error:
                 raise ValueError(
-                    f"weight_changes is True, and weights={compressor.spec} does not shrink what it loses; expected a "
-                    "compressor that does, such as qcomp.Scaled of it or one with more levels or smaller buckets"
+                    f"weight_changes is True, but weights={compressor.spec} promises no contraction; expected a "
+                    "compressor that promises one, such as qcomp.Scaled(...) around it, or the same with more levels "
+                    "or smaller buckets"
                 ) from error
 
     def __call__(
@@ -388,7 +392,8 @@ class ReplicatedGradients(BeforeSteps):
         if any(p.grad is not None for p in self.of(optimizer)):
             raise RuntimeError(
                 f"the replicas have not averaged the gradients of {self._unit.label}, whose backward passes all came "
-                "after set_requires_all_reduce(False): call set_requires_all_reduce(True) before the last one of a step"
+                "after set_requires_all_reduce(False): call set_requires_all_reduce(True) before the last backward "
+                "pass of a step"
             )
 
     def _mean_of(self, unit: Unit) -> GradientMean:
@@ -418,7 +423,8 @@ class ReplicatedGradients(BeforeSteps):
         if gradients.shape[0] != sum(sizes):
             raise ValueError(
                 f"{unit.label} has gradients of {gradients.shape[0]} elements, but shards of {sum(sizes)}: some "
-                "parameters have none, and torch does not tell which: call set_reduce_scatter_unused_params(True)"
+                "parameters have no gradient, and torch does not tell which: call "
+                "set_reduce_scatter_unused_params(True)"
             )
         state = self._follow(unit)
         kept, self._kept = self._kept, None
@@ -426,7 +432,8 @@ class ReplicatedGradients(BeforeSteps):
             if kept.shape != gradients.shape:
                 raise ValueError(
                     f"{unit.label} has gradients of {gradients.shape[0]} elements, and of {kept.shape[0]} in earlier "
-                    "backward passes of the step: change requires_grad after one with set_requires_all_reduce(True)"
+                    "backward passes of the step: change requires_grad only after a backward pass with "
+                    "set_requires_all_reduce(True)"
                 )
             gradients += kept
         if not unit.is_averaged_now:
@@ -537,13 +544,13 @@ def _require_same(before: Unit, now: Unit) -> None:
     if before.names == now.names:
         return
     changes = {
-        "no longer": [name for name in before.names if name not in now.names],
-        "now": [name for name in now.names if name not in before.names],
+        "now without a gradient": [name for name in before.names if name not in now.names],
+        "now with a gradient": [name for name in now.names if name not in before.names],
     }
-    told = " and ".join(f"{', '.join(names)} {how}" for how, names in changes.items() if names)
+    told = "; ".join(f"{how}: {', '.join(names)}" for how, names in changes.items() if names)
     raise ValueError(
-        f"requires_grad has changed since the residuals of {now.label} were made (True {told}): call compress again, "
-        "which starts without residuals, or use an unbiased compressor with feedback=False"
+        f"requires_grad has changed since the residuals of {now.label} were made ({told}): call compress again, which "
+        "starts without residuals, or use an unbiased compressor with feedback=False"
     )
 
 

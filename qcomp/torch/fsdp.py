@@ -370,6 +370,6 @@ def _require_place(units: Sequence[Unit], gradients: Compressor | None, between:
             )
         if between is None and gradients is not None and unit.shards == 1 and unit.copies > 1:
             raise ValueError(
-                f"replicate over a mesh of one rank, and pass the mesh of all ranks as replicas: {unit.label} is "
-                f"replicated over {unit.copies} ranks, and FSDP2 sums over them exactly before it calls any hook"
+                f"{unit.label} is replicated over {unit.copies} ranks, over which FSDP2 sums exactly before it calls "
+                "any hook: replicate over a mesh of one rank, and pass the mesh of all ranks as replicas"
             )

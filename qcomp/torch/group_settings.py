@@ -192,7 +192,8 @@ def _of_each(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[Any, ...]:
         if value != first and key not in OF_GROUPS:
             raise ValueError(
                 f"param_groups[{number}] has {key}={value!r:.200}, param_groups[{readers[0]}] has {first!r:.200}; "
-                f"expected one {key} for all groups of an optimizer: make another, with another seed, for each value"
+                f"expected one {key} for all groups of an optimizer: make an optimizer for each value, with different "
+                "seeds"
             )
         found[number] = value
     return tuple(found)

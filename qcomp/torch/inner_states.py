@@ -57,7 +57,7 @@ class InnerOfTorch:
         moved = [id(p) for one in trained.optimizers for group in one.param_groups for p in group["params"]]
         if self._averages is not None and len(set(moved)) < len(moved):
             raise ValueError(
-                "inner_state averages, but two optimizers move the same parameter, whose states have the same names; "
+                "inner_state averages, but two optimizers move the same parameter and keep states of the same names; "
                 "expected 'keep' or 'reset'"
             )
 
@@ -66,13 +66,13 @@ class InnerOfTorch:
         kind = type(optimizer).__name__
         if self._averages is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                f"inner_state averages, but optimizer {number} is a {kind}, whose history of one rank is no history of "
-                "another's steps; expected 'keep' or 'reset'"
+                f"inner_state averages, but optimizer {number} is a {kind}, whose history describes the steps of one "
+                "rank only; expected 'keep' or 'reset'"
             )
         if self._resets and (isinstance(optimizer, AveragingOptimizer) or _begins_with_state(optimizer)):
             raise ValueError(
-                f"inner_state is 'reset', but optimizer {number} is a {kind}, which makes its state when it is made, "
-                "and not in a parameter's first step; expected 'keep' or 'average'"
+                f"inner_state is 'reset', but optimizer {number} is a {kind}, which makes its state in its "
+                "constructor instead of in a parameter's first step; expected 'keep' or 'average'"
             )
 
     @property
@@ -106,9 +106,9 @@ class InnerOfTorch:
             kind == first and beside[index] is not None and (second, index) not in new for kind, index in new
         ):
             warn_caller(
-                f"{first} is averaged in a step without {second}: where a rank has hardly had gradients, as of rare "
-                f"tokens, Adam divides the mean of all ranks by its own small second moment. Give {second} a period "
-                f"that divides the period of {first}"
+                f"{first} is averaged in a step without {second}: if a rank has had hardly any gradients for some "
+                "elements, as for rare tokens, Adam divides the mean of all ranks by that rank's small second moment. "
+                f"Give {second} a period that divides the period of {first}"
             )
         return list(new.values())
 

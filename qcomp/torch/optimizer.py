@@ -164,7 +164,7 @@ class AveragingOptimizer(SavedOptimizer):
         """
         if self._model is not None:
             raise RuntimeError(
-                "call attach once, and not if you passed model=: this optimizer has a model already"
+                "this optimizer has a model already: call attach only once, and not after passing model="
             )
         model = inside(model)
         names_of(self.param_groups, model)  # raises before anything is exchanged
@@ -237,7 +237,8 @@ class AveragingOptimizer(SavedOptimizer):
         state = self._state
         if self._overlapped is not None:
             raise RuntimeError(
-                "add_param_group was called after the optimizer was made with model=: give it all parameters at once"
+                "add_param_group was called on an optimizer that was made with model=: pass all parameters when you "
+                "make the optimizer"
             )
         if state is not None and state.step:
             raise RuntimeError(
@@ -361,8 +362,8 @@ class AveragingOptimizer(SavedOptimizer):
             for key, value in fixed.items():
                 if group[key] is not value and group[key] != value:
                     raise ValueError(
-                        f"param_groups[{number}] has {key}={group[key]!r} now; expected {value!r}, which it had when "
-                        "the optimizer was made: residuals depend on it. Make the optimizer again"
+                        f"param_groups[{number}] has {key}={group[key]!r} now; expected {value!r}, as when the "
+                        "optimizer was made, since residuals depend on it. Make the optimizer again"
                     )
         for name, p, shown in zip(self._names, self._tensors, self._shown, strict=True):
             own = self.state.get(p, {})
@@ -373,8 +374,8 @@ class AveragingOptimizer(SavedOptimizer):
                 )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
-                "create the optimizer again: a parameter requires a gradient now, but did not when the optimizer was "
-                "made, so the optimizer never averages its gradient"
+                "a parameter requires a gradient now, but did not when the optimizer was made, so the optimizer never "
+                "averages this gradient: make the optimizer again"
             )
 
     def _require_no_scaler(self) -> None:

@@ -323,8 +323,8 @@ class OuterLoop:
             if name not in changing and not torch.equal(value, first):
                 raise RuntimeError(
                     f"the parameter {name!r} has changed since the loop was made, which would count as an inner step: "
-                    "load weights first, then make the loop, after all else that changes parameters before the first "
-                    "step, such as another optimizer or a forward pass that writes to them"
+                    "make the loop after everything that changes parameters before the first step, such as loading "
+                    "weights, another optimizer, or a forward pass that writes to them"
                 )
 
     def _warn_of_a_second_warmup(self) -> None:
@@ -333,8 +333,8 @@ class OuterLoop:
             if self._state.stage == WARMUP and _has_stepped(optimizer):
                 warn_caller(
                     f"a warm-up of {self._loop.warmup} steps begins, but optimizer {number} has made steps before: if "
-                    "this run goes on from a checkpoint, load the state_dict() of its OuterLoop too, without which it "
-                    "repeats the warm-up and loses what the ranks owed. If the loop is new, this warning means nothing"
+                    "this run resumes from a checkpoint, load the state_dict() of its OuterLoop too; otherwise the "
+                    "run repeats the warm-up and loses what the ranks owed. If the loop is new, ignore this warning"
                 )
                 return
 
@@ -407,9 +407,9 @@ class _InnerSaves:
             self._has_warned = True
             warn_caller(
                 f"the state of an inner optimizer was saved after step {step}, but the state of its OuterLoop was "
-                "not: a run that resumes without it begins a new loop, repeats its warm-up, and loses what the ranks "
-                "owed. Save outer.state_dict() too; where one rank saves for all, call outer.gather_states() on all "
-                "ranks before"
+                "not: a run that resumes without the loop's state begins a new loop, repeats its warm-up, and loses "
+                "what the ranks owed. Save outer.state_dict() too; where one rank saves for all, call "
+                "outer.gather_states() on all ranks before"
             )
         self._has_inner = self.has_own = False
 

@@ -115,7 +115,7 @@ def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
     for name, p in own:
         if any(stride == 0 for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1):
             raise ValueError(
-                f"the parameter {name!r} repeats elements in memory, as expand does: make it of a contiguous copy"
+                f"the parameter {name!r} repeats elements in memory, as expand does: make it from a contiguous copy"
             )
     if pair := sharing([p for _, p in own]):
         one, other = (own[number][0] for number in pair)

@@ -165,7 +165,8 @@ class Positions:
         for number, keys in self._beside:
             raise ValueError(
                 f"optimizer {number} keeps a copy of a parameter in its attribute {'.'.join(map(str, keys))!r}, which "
-                "state_dict() does not have, so that a replica could not go back; expected it in optimizer.state"
+                "state_dict() does not contain, so a replica could not restore it; expected the copy in "
+                "optimizer.state"
             )
         absolute = [(entry, entry.clone()) for p in params for entry in self._of(p)]
         self._add(params, -1)

@@ -142,7 +142,7 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
                 shared[f"{key}.{name or number}"] = value
     if not ours:
         raise ValueError(
-            f"state_dict has the keys {sorted(map(shown, saved))}, but nothing of one of qcomp's optimizers; expected "
+            f"state_dict has the keys {sorted(map(shown, saved))}, but not those of an optimizer of qcomp; expected "
             "what the state_dict() of an optimizer returned on this rank, or a list with the results of all ranks; "
             "OneBitAdam, QAdam and ZeroOneAdam also take the state_dict() of a torch.optim.AdamW"
         )

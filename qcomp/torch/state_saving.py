@@ -350,8 +350,9 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         """Raise RuntimeError unless the groups have the parameters that the optimizer was made with."""
         if [[(id(p), p.shape) for p in group["params"]] for group in self.param_groups] != self._given:
             raise RuntimeError(
-                "the parameters in param_groups, or their shapes, have changed since the optimizer was made, which has "
-                "moments of the old ones: make the optimizer again, or another for new parameters"
+                "the parameters in param_groups, or their shapes, have changed since the optimizer was made, so its "
+                "moments belong to the old parameters: make the optimizer again, or another optimizer for new "
+                "parameters"
             )
 
     def _take(self, state: OptimizerState) -> None:

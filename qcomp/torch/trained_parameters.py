@@ -77,8 +77,9 @@ class Trained:
         for name, p in zip(self.names, self.tensors, strict=True):
             if of_model is not None and id(p) not in of_model:
                 raise ValueError(
-                    f"the model has another tensor now in place of its parameter {name!r}, as after "
-                    "load_state_dict(assign=True), so steps would not train it: make optimizer and loop again"
+                    f"the parameter {name!r} of the model has been replaced by another tensor, as by "
+                    "load_state_dict(assign=True), and steps would not train that tensor: make optimizer and loop "
+                    "again"
                 )
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
@@ -93,9 +94,10 @@ class Trained:
             own = getattr(given, "state", None)
             if given is not inner and own is not inner.state and (entry := next(entries(own), None)):
                 raise ValueError(
-                    f"optimizer {number} is a {type(given).__name__} around another optimizer, with the state "
-                    f"{'.'.join(map(str, entry[0][1:]))!r} of its own, as of slow weights: it would undo what the loop "
-                    "exchanges in the step of the one inside. Give the loop an optimizer that has all in one class"
+                    f"optimizer {number} is a {type(given).__name__} around another optimizer and keeps a state "
+                    f"{'.'.join(map(str, entry[0][1:]))!r} of its own, such as slow weights: it would undo what the "
+                    "loop exchanges in the inner optimizer's step. Give the loop an optimizer that does both in one "
+                    "class"
                 )
 
     @torch.no_grad()

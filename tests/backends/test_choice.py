@@ -163,7 +163,7 @@ def test_large_arrays_of_float64_are_logged_once_if_only_float32_has_kernels(cap
     assert record.message.startswith(
         "numpy arrays of float64 on cpu are compressed by the pure version, which is "
     )
-    assert record.message.endswith("are for float32 only; convert if its precision is enough")
+    assert record.message.endswith("exist for float32 only; convert the arrays if float32 is precise enough")
 
 
 def test_large_arrays_of_float64_without_numba(no_numba, caplog):
@@ -235,6 +235,6 @@ def test_a_triton_version_that_rounds_differently_is_not_used(monkeypatch, old):
     monkeypatch.setattr(triton, "__version__", old)
     with pytest.raises(
         registry.UnavailableError,
-        match=rf"need Triton 3\.4 or newer, which torch 2\.8 brings, instead of {old}: pip",
+        match=rf"need Triton 3\.4 or newer, which comes with torch 2\.8, instead of {old}: pip",
     ):
         registry.load("triton")

@@ -64,7 +64,7 @@ class TestFolder:
     def test_a_folder_that_others_can_write_to_is_refused(self, caches, mode, which):
         private_folder("a")
         (caches / "qcomp" / which).chmod(mode)
-        with pytest.raises(PermissionError, match=r"^others can write to .*qcomp"):
+        with pytest.raises(PermissionError, match=r"^other users can write to .*qcomp"):
             private_folder("a")
 
     def test_a_folder_of_another_user_is_refused(self, caches, monkeypatch):
@@ -85,7 +85,7 @@ class TestFolder:
 
     def test_a_parent_where_everybody_can_replace_the_folder_is_refused(self, caches):
         caches.chmod(0o777)
-        with pytest.raises(PermissionError, match=r"^everybody can replace what is in .*caches$"):
+        with pytest.raises(PermissionError, match=r"^every user can replace the files in .*caches$"):
             private_folder("a")
         caches.chmod(0o1777)  # like /tmp: only the owner of a file can replace it
         private_folder("a")
@@ -176,10 +176,10 @@ class TestKernels:
             assert [kernel(21) for kernel in again] == [42, 105]
         assert [hits(kernel) for kernel in again] == [0, 0]
         assert sorted(folder.iterdir()) == before
-        (said,) = [text for text in caplog.messages if "anew" in text]  # once, for all kernels
+        (said,) = [text for text in caplog.messages if "again" in text]  # once, for all kernels
         assert said == (
-            f"every process compiles its kernels anew: others can write to {folder}; "
-            "set NUMBA_CACHE_DIR to a folder of your own"
+            "compiled kernels cannot be stored, so every process compiles them again: "
+            f"other users can write to {folder}; set NUMBA_CACHE_DIR to a folder of your own"
         )
 
     def test_numba_functions_of_users_stay_in_the_cache_of_numba(self, caches):

@@ -215,7 +215,7 @@ def test_everything_that_the_plugin_registers_keeps_its_contract(python, tmp_pat
             {"qcomp.topologies": {"other": "plugin_of_test:Gather"}},
             "expected a qcomp.topologies.Topology of that name",
         ),
-        ({"qcomp.topologies": {"ring": "plugin_of_test:Gather"}}, "offers topology 'ring', which is"),
+        ({"qcomp.topologies": {"ring": "plugin_of_test:Gather"}}, "offers topology 'ring', but"),
         ({"qcomp.compressors": {"halve": "plugin_of_test:None_"}}, "None_"),
     ],
 )

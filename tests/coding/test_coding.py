@@ -186,9 +186,9 @@ class TestBothCodes:
     @pytest.mark.parametrize(
         ("levels", "negative", "message"),
         [
-            ([3, 8, 9], [0, 0, 0], "levels is 8 and negative 0 at 1; expected levels from 0 to 7"),
-            ([3, 7, 0], [0, 1, 1], "levels is 0 and negative 1 at 2"),
-            ([3, 7, 1], [0, 1, 2], "levels is 1 and negative 2 at 2"),
+            ([3, 8, 9], [0, 0, 0], "element 1 has level 8 and negative 0; expected a level from 0 to 7"),
+            ([3, 7, 0], [0, 1, 1], "element 2 has level 0 and negative 1"),
+            ([3, 7, 1], [0, 1, 2], "element 2 has level 1 and negative 2"),
             ([3, 7], [0, 1, 0], "levels has 4 bytes; expected 6"),
         ],
     )

@@ -110,7 +110,9 @@ class TestCodes:
         for end in range(len(data)):
             with pytest.raises(PayloadError):
                 decode(code, data[:end], 3)
-        with pytest.raises(PayloadError, match=f"end after {len(data)} of {len(data) + 1} bytes"):
+        with pytest.raises(
+            PayloadError, match=f"ends after {len(data)} bytes; expected it to fill all {len(data) + 1} bytes"
+        ):
             decode(code, data + b"\0", 3)
 
     @settings(derandomize=True, deadline=None, max_examples=100)
@@ -159,5 +161,5 @@ def test_bits_come_back_most_significant_first(parts):
 def test_padding_with_ones_is_refused():
     reader = BitReader(b"\xa1")
     reader.take(3)
-    with pytest.raises(PayloadError, match="filled up with ones"):
+    with pytest.raises(PayloadError, match="padded with ones"):
         reader.finish()

@@ -216,12 +216,12 @@ class TestModel:
         ("text", "message"),
         [
             ("100" + "1" * 13, "names the method 4; expected at most 3"),
-            ("001" + "00111" + "11111111", "has 7 classes for levels up to 7"),
+            ("001" + "00111" + "11111111", "has 7 classes, too many for levels up to 7"),
             ("001" + "1" + "000000001111111111", "weight -"),
             ("001" + "1" + "0" * 9 + "1" + "0" * 9, "weight 260"),
             ("001" + "010" + "1" + "0001111", "weight -"),
-            ("001" + "1" + "0001001", "does not occur"),
-            ("001" + "1" + "1" + "111", "filled up with ones"),
+            ("001" + "1" + "0001001", "has weight 0"),
+            ("001" + "1" + "1" + "111", "padded with ones"),
             ("001" + "0" * 9, "middle of a codeword"),
         ],
     )

@@ -83,7 +83,7 @@ def test_stage_exchange_rejects_arguments_that_do_not_fit_the_world():
         stage([1, 1], [1, -4])
     with pytest.raises(TypeError, match="integer"):
         stage([1, 1], [1, 1.0])
-    with pytest.raises(ValueError, match=r"receive\[1\] is 5, but rank 1 hands itself 4 bytes"):
+    with pytest.raises(ValueError, match=r"receive\[1\] is 5, but rank 1 sends itself 4 bytes"):
         stage([1, 4], [1, 5], rank=1)
 
 

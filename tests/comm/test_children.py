@@ -54,7 +54,7 @@ def test_a_child_that_exchanges_is_told_so(kind, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "all_gather: process CHILD is a forked child of rank 0 (process RANK), whose connections it must not use: let "
-        "children such as a data loader's workers compute, and the rank exchange",
+        "children, such as a data loader's workers, only compute, and call exchanges in the rank",
         "True",
     ]
 
@@ -83,8 +83,8 @@ def test_a_child_that_imports_the_script_does_not_take_the_place_of_its_rank(met
     done = subprocess.run(
         [sys.executable, script, method, tmp_path], capture_output=True, text=True, timeout=120, check=True
     )
-    told = "process CHILD is a child that only imports the script, such as a data loader's worker: put what ranks do "
-    told += "under if __name__ == '__main__'"
+    told = "process CHILD is a child that only imports the script, such as a data loader's worker: put the code of "
+    told += "the ranks under if __name__ == '__main__'"
     found = done.stdout.splitlines()
     assert found[:2] == [f"world: {told}", f"FolderCommunicator: {told}"]
     assert found[-1] == "ran"

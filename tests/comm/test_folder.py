@@ -272,5 +272,5 @@ def test_a_message_that_is_not_whole_is_not_yet_there(tmp_path, monkeypatch, kep
 def test_wrong_arguments_are_named(tmp_path):
     with pytest.raises(ValueError, match="rank is 2 and size 2; expected a rank from 0 to size - 1"):
         FolderCommunicator(tmp_path, 2, 2)
-    with pytest.raises(ValueError, match=r"job is '\.\./x'; expected a name that a folder can have"):
+    with pytest.raises(ValueError, match=r"job is '\.\./x'; expected a valid name of a folder"):
         FolderCommunicator(tmp_path, 0, 1, job="../x")

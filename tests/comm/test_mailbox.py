@@ -118,5 +118,7 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
 
 def test_a_store_that_writes_over_files_is_refused(tmp_path):
     pytest.importorskip("fsspec")
-    with pytest.raises(ValueError, match="expected a store whose pipe_file of fsspec takes mode='create'"):
+    with pytest.raises(
+        ValueError, match="expected a path, or a store whose fsspec method pipe_file takes mode='create'"
+    ):
         FolderMailbox(f"file://{tmp_path}")

@@ -561,12 +561,12 @@ say("ok")
         f"0 {int(end != 'os._exit(0)')}",
         f"0 MPICommunicator: {of_child} a rank (process RANK), whose connections it must not use: create "
         "communicators in ranks only",
-        f"0 all_gather: {of_child} rank 0 (process RANK), whose connections it must not use: let children such as a "
-        "data loader's workers compute, and the rank exchange",
+        f"0 all_gather: {of_child} rank 0 (process RANK), whose connections it must not use: let children, such as a "
+        "data loader's workers, only compute, and call exchanges in the rank",
         "0 ok",
         "1 ok",
     ]
-    assert ("end forked children by os._exit" in result.stderr) == (end != "os._exit(0)")
+    assert ("end forked children with os._exit" in result.stderr) == (end != "os._exit(0)")
 
 
 @pytest.mark.slow

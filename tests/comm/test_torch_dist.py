@@ -316,7 +316,7 @@ assert len(comm.all_gather(zeros(1), [1, 1])) == 2
 """
     assert said(2, body) == [
         [
-            f"receive[{rank}] is 4, but rank {rank} hands itself 3 bytes",
+            f"receive[{rank}] is 4, but rank {rank} sends itself 3 bytes; expected equal numbers",
             "send must have dtype uint8, got float64",
         ]
         for rank in range(2)
@@ -914,14 +914,14 @@ comm.all_gather(zeros(4), [4, 4])
     ranks = torch_ranks(2, HEAD + CREATE.format(timeout=50) + body, check=False, whole_exit=True)
     assert [rank.status for rank in ranks] == [0, 0], ranks
     of_child = (
-        "process CHILD is a forked child of rank 0 (process RANK), whose connections it must not use: let children "
-        "such as a data loader's workers compute, and the rank exchange"
+        "process CHILD is a forked child of rank 0 (process RANK), whose connections it must not use: let children, "
+        "such as a data loader's workers, only compute, and call exchanges in the rank"
     )
     assert ranks[0].out.splitlines() == [
         f"0 all_gather: {of_child}",
         f"start: {of_child}",
-        "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, whose connections "
-        "it must not use: make communicators in the parent",
+        "TorchCommunicator: torch.distributed was initialised in the parent of this forked process, and a child must "
+        "not use its parent's connections: make communicators in the parent",
         "2",
     ]
 

@@ -198,7 +198,7 @@ class TestBits:
 
     def test_jax_of_32_bits_refuses_bytes_of_float64(self, libraries):
         data = bytes_of(libraries["numpy"].array(np.ones(3)))
-        with pytest.raises(TypeError, match="the bytes hold float64, which JAX has only in 64-bit mode"):
+        with pytest.raises(TypeError, match="the bytes hold float64, which JAX supports only in 64-bit mode"):
             from_bytes_of(libraries["jax"].array(data), "float64")
 
     @pytest.mark.parametrize("offset", [1, 2, 4])

@@ -210,7 +210,7 @@ class TestMean:
             def all_gather(self, send, receive):
                 return [send]
 
-        with pytest.raises(TypeError, match="topology='auto' expects the name of the machine"):
+        with pytest.raises(TypeError, match="expected the name of the machine, as an attribute of comm"):
             CompressedMean(SIGN, "auto").init(np.zeros(4), Hostless())
 
 

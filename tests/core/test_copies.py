@@ -391,7 +391,7 @@ class TestWhatIsLost:
         errors = errors_of(4, lambda comm: train(comm, tmp_path), list("abcd"))
         assert [type(error) for error in errors] == [FileNotFoundError] * 4
         (text,) = {str(error) for error in errors}
-        assert text.startswith("no copy is left of the state of rank 1 of 4 after step 6: ")
+        assert text.startswith("no copy is left of the state that rank 1 of 4 had after step 6: ")
 
     @pytest.mark.parametrize(("gone", "missing"), [("bcd", "ranks 1 and 2"), ("abd", "ranks 0 and 3")])
     def test_losing_several_nodes(self, tmp_path, gone, missing):
@@ -399,7 +399,7 @@ class TestWhatIsLost:
         for host in gone:
             lose(tmp_path / host)
         for error in errors_of(4, lambda comm: train(comm, tmp_path), list("abcd")):
-            assert f"the state of {missing} of" in str(error)
+            assert f"the state that {missing} of" in str(error)
 
     def test_losing_two_nodes_apart_loses_nothing(self, tmp_path, whole):
         run(tmp_path, "abcd")
@@ -481,7 +481,7 @@ class TestDamage:
                     flipped(path)
         for error in errors_of(3, lambda comm: train(comm, tmp_path), list("abc")):
             assert isinstance(error, FileNotFoundError)
-            assert "the state of rank 1 of 3 after step 6" in str(error)
+            assert "the state that rank 1 of 3 had after step 6" in str(error)
 
     def test_swapped_files_of_two_ranks_are_rejected(self, tmp_path, whole):
         """Their content is whole, but under the wrong name."""
@@ -613,7 +613,7 @@ class TestJobs:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
         if given:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", given)
-        with pytest.raises(ValueError, match="job is None, and torchrun has no name either"):
+        with pytest.raises(ValueError, match="job is None, and torchrun was given no name either"):
             self.newest(tmp_path)
 
     @pytest.mark.parametrize("job", ["", ".", "..", "a/b", "../a", "a" * 101, "-a", "a\n"])
@@ -641,7 +641,7 @@ class TestJobs:
             assert first.stdout.readline() == b"ready\n"
             monkeypatch.setattr(qcomp.checkpoint.copies, "_END_SECONDS", 0.0)
             errors = errors_of(2, lambda comm: Copies(comm, every=1, folder=tmp_path, job="job"))
-            text = r"job is 'job', the name of another job that runs on .*; expected a name of its own for each job"
+            text = r"job is 'job', but another job of this name on .*; expected a different name for each job"
             assert all(isinstance(error, ValueError) and re.match(text, str(error)) for error in errors)
             assert self.newest(tmp_path, job="another") is None
             first.kill()
@@ -682,7 +682,9 @@ class TestJobs:
             2, lambda comm: Copies(comm, every=1, folder=tmp_path, job=f"job{comm.rank or ''}")
         )
         assert isinstance(errors[0], PermissionError)
-        assert str(errors[1]).startswith("rank 0 cannot keep copies: PermissionError: others can write to ")
+        assert str(errors[1]).startswith(
+            "rank 0 cannot keep copies: PermissionError: other users can write to "
+        )
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(PermissionError, match="is a link"):
@@ -708,7 +710,7 @@ class TestAllRanksRaise:
             (
                 {"folder": "/nowhere"},
                 FileNotFoundError,
-                "folder is '/nowhere'; expected a folder that exists",
+                "folder is '/nowhere'; expected an existing folder",
             ),
             ({"folder": None}, TypeError, ""),
         ],

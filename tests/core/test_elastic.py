@@ -530,7 +530,7 @@ class TestLessUsualDeaths:
         job = world("1-bit, hierarchical")
         errors = lockstep(job.resumes(whole_run(job, STEPS)[8][:2], "aa"), catch=ValueError)
         assert len({str(error) for error in errors}) == 1
-        assert "this world keeps none" in str(errors[0])
+        assert "this optimizer keeps none" in str(errors[0])
 
 
 def test_the_rule_for_the_common_snapshot():

@@ -151,7 +151,7 @@ class TestState:
         mean = CompressedMean(qcomp.ScaledSign(bucket_size=16))
         (state,) = start(mean, [np.zeros(10, before)], 1)
         comm = qcomp.comm.LocalCommunicator.alone()
-        said = f"x is computed in {after}; its worker residual in state is {before}"
+        said = f"x is computed in {after}, but its worker residual in state has dtype {before}"
         with pytest.raises(ValueError, match=said):
             mean(np.zeros(10, after), state, comm)
 
@@ -166,12 +166,12 @@ class TestState:
             CompressedMean(qcomp.QSGD(levels=7), topology=topology, feedback=False),
         ):
             with pytest.raises(
-                ValueError, match="state has residuals, and this mean keeps none: make it with"
+                ValueError, match="state has residuals, but this mean keeps none: make it with"
             ):
                 other.begin(x, state, Terms(qcomp.Key()))
         swapped = [np.ones(100), np.ones((4, 5), np.float32)]
         with pytest.raises(
-            ValueError, match=r"x is computed in float64; its worker residual in state is float32"
+            ValueError, match=r"x is computed in float64, but its worker residual in state has dtype float32"
         ):
             signs.begin(swapped, state, Terms())
         longer = state._replace(worker=tuple(np.append(e, e[:1]) for e in state.worker))
@@ -186,7 +186,8 @@ class TestState:
         *_, state = start(CompressedMean(qcomp.ScaledSign(bucket_size=8)), x, 3)
         other = CompressedMean(qcomp.ScaledSign(bucket_size=32))
         with pytest.raises(
-            ValueError, match=r"server residuals of the shapes \[\(20,\)\]; expected \[\]: it is the state of"
+            ValueError,
+            match=r"server residuals of the shapes \[\(20,\)\]; expected \[\]. The state belongs to",
         ):
             other.begin(x, state, Terms())
 

@@ -219,7 +219,7 @@ def test_the_state_of_another_mean_is_refused():
     mean = mean_of(qcomp.ScaledSign(16), qcomp.Identity())
     with pytest.raises(
         ValueError,
-        match=r"state has server residuals of the shapes \[.*\]; expected \[.*it is the state of another mean",
+        match=r"state has server residuals of the shapes \[.*\]; expected \[.*The state belongs to another mean",
     ):
         next(mean.stages(x, plain.zeros(x, rank=0, size=1)))
 

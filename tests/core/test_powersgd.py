@@ -550,9 +550,9 @@ class TestRefusals:
             ({"min_compression": -1}, "min_compression is -1"),
             ({"min_compression": np.nan}, "min_compression is nan"),
             ({"compressor": qcomp.ScaledSign()}, "relative squared error of 1"),
-            ({"compressor": qcomp.ScaledSign(scale="rms")}, "no bound of its error"),
+            ({"compressor": qcomp.ScaledSign(scale="rms")}, "no bound on its error"),
             ({"compressor": qcomp.QSGD(7)}, "compressor is qsgd"),
-            ({"compressor": qcomp.MinMaxUInt8(), "rank": 16}, "rank 16 need at most"),
+            ({"compressor": qcomp.MinMaxUInt8(), "rank": 16}, "rank 16 needs at most"),
         ],
     )
     def test_wrong_settings(self, options, said):
@@ -565,10 +565,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (lambda x: [x[0].reshape(20, 12), *x[1:]], r"shape \(20, 12\) at 0; state is for \(12, 20\)"),
+            (
+                lambda x: [x[0].reshape(20, 12), *x[1:]],
+                r"x\[0\] has shape \(20, 12\); state was made for \(12, 20\)",
+            ),
             (
                 lambda x: [x[0].astype(np.float64), *x[1:]],
-                "dtype float64 at 0; state is for arrays that are computed in",
+                r"x\[0\] has dtype float64; state was made for arrays that are computed in",
             ),
             (lambda x: x[:-1], "state is for"),
             (lambda x: x[::-1], "state is for"),

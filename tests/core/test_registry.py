@@ -76,7 +76,7 @@ def test_the_text_of_specs_is_fixed():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("", "there is no compressor ''; known: .*identity.* known by qcomp.register"),
+        ("", "there is no compressor ''; known: .*identity.* pass it to qcomp.register"),
         (
             "sgin",
             "there is no compressor 'sgin'; known: .*cast, .*identity, .*minmax, .*qsgd, .*scaled, .*sign",
@@ -196,7 +196,7 @@ class TestRegister:
         class Other(Wrapper):
             name = "qsgd"
 
-        with pytest.raises(ValueError, match=r"Other has name 'qsgd', which is QSGD's already"):
+        with pytest.raises(ValueError, match=r"Other has the name 'qsgd', which QSGD already has"):
             qcomp.register(Other)
         assert qcomp.compressor("qsgd") == qcomp.QSGD()
 
@@ -272,7 +272,7 @@ class TestEntryPoints:
         install(tmp_path, "plugin", qsgd="plugin:Halve")
         out = run(tmp_path, "qcomp.compressor('halve')")
         assert (
-            "plugin:Halve of plugin offers compressor 'qsgd', which is qcomp.core.compressors.qsgd.QSGD already"
+            "plugin:Halve of plugin offers compressor 'qsgd', but qcomp.core.compressors.qsgd.QSGD already has"
             in out
         )
         assert run(tmp_path, "print(qcomp.compressor('qsgd'))") == "qsgd:levels=7,bucket_size=512,norm=max\n"

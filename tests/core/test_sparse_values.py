@@ -381,7 +381,7 @@ class TestSpec:
             ({"value_bits": True}, "value_bits is True; expected an integer"),
             (
                 {"coding": "fixed"},
-                "coding is 'fixed' with value_bits=32, whose length is always fixed; expected None, or fewer",
+                "coding is 'fixed', but payloads with value_bits=32 always have a fixed length; expected None, or",
             ),
             ({"value_bits": 2, "coding": "rice"}, "coding is 'rice'; expected 'fixed' or None"),
         ],

@@ -182,7 +182,9 @@ class TestAnnouncing:
                 raise PayloadError("too long for me")
             return running.send((yield mine))
 
-        with pytest.raises(AssertionError, match=r"ranks \[1\] ended where \[0, 2\] want an exchange"):
+        with pytest.raises(
+            AssertionError, match=r"ranks \[1\] have ended, but ranks \[0, 2\] want an exchange"
+        ):
             lockstep([looks_for_itself(rank) for rank in range(3)], catch=PayloadError)
 
 

@@ -105,10 +105,10 @@ def test_a_rank_of_weight_0_may_have_no_finite_values():
 @pytest.mark.parametrize(
     ("of_ranks", "told"),
     [
-        ((1, -1), "weight of rank 1 is no finite number >= 0"),
-        ((math.nan, math.inf), "weight of ranks 0 and 1 is no finite number >= 0"),
-        (("7", 1), "weight of rank 0 is no finite number >= 0"),
-        ((0, 0.0), "weight is 0 on all ranks; expected one > 0 on at least one"),
+        ((1, -1), "weight of rank 1 is not a finite number >= 0"),
+        ((math.nan, math.inf), "weight of ranks 0 and 1 is not a finite number >= 0"),
+        (("7", 1), "weight of rank 0 is not a finite number >= 0"),
+        ((0, 0.0), "weight is 0 on all ranks; expected a weight > 0 on at least one"),
     ],
 )
 def test_every_rank_hears_of_a_wrong_weight(of_ranks, told):

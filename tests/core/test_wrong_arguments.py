@@ -57,10 +57,10 @@ def test_shared_memory_that_may_be_written_to(library):
     for both in ([x, x], [x[:], x[:]], [x[:40], x[30:]], [x, x.reshape(-1, 10)], [x[::2], x[::2]]):
         state, started = opt.init(both, comm), mean.init(both, comm)
         with pytest.raises(
-            ValueError, match=r"^params\[0\] and params\[1\] share memory, and may be written to"
+            ValueError, match=r"^params\[0\] and params\[1\] share memory that may be written to"
         ):
             opt.step(both, both, state, comm, donate=True)
-        with pytest.raises(ValueError, match=r"^x\[0\] and x\[1\] share memory, and may be written to"):
+        with pytest.raises(ValueError, match=r"^x\[0\] and x\[1\] share memory that may be written to"):
             mean(both, started, comm, donate=True)
         opt.step(both, both, state, comm)
     for apart in ([x[:30], x[30:]], [x[::2], x[1::2]], [x[:0], x[:0]]):

@@ -175,7 +175,11 @@ WRONG = [
     ("model", SETS_RATES, r"in the backward pass, which has used them.*change them before the backward pass"),
     ("model", CANCELS, "the gradient of '3.weight', '3.bias' is None"),
     ("model", EVERY_MICRO_BATCH, r"accumulate gradients in model.no_sync\(\)"),
-    ("model", GAN.format(how="through"), r"call model.requires_grad_\(False\).*model.module in it"),
+    (
+        "model",
+        GAN.format(how="through"),
+        r"call model.requires_grad_\(False\).*use model.module in that pass",
+    ),
     ("plain", TWO_IN_ONE, "params lacks '1.0.weight'.*need a DistributedDataParallel each"),
     *(
         (way, RANK_0_LOADS, "rank 0: load_state_dict.*rank 1: step 7.*all ranks must")
@@ -214,7 +218,7 @@ WARNED = [
     (
         "plain",
         "train(model, optimizer, between=lambda step: optimizer.zero_grad())",
-        "call backward before step, and zero_grad after it",
+        "call backward before step, and zero_grad after step",
     ),
 ]
 

@@ -171,7 +171,7 @@ def faults(old, new, goes):
         return
     if value is not expected:
         yield "leads elsewhere"
-    text = f"{old} is now {new.removeprefix('builtins.')}; the old name goes in release {goes}"
+    text = f"{old} is now called {new.removeprefix('builtins.')}; release {goes} removes the old name"
     if [(each.category, each.filename, str(each.message)) for each in caught] != [
         (DeprecationWarning, __file__, text)
     ]:

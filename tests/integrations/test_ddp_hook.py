@@ -414,7 +414,7 @@ except RuntimeError as error:
             "ddp.hook(qcomp.ScaledSign(), DistributedDataParallel(torch.nn.Embedding(9, 4, sparse=True)))",
             "the layer '' has sparse gradients, which cannot be compressed: make it with sparse=False",
         ),
-        ("thawed()", "wrap the model in DistributedDataParallel again"),
+        ("thawed()", "did not when the model was wrapped: wrap the model again"),
         ("stepped().step()", "step was called, but since the last step no backward pass"),
         ("twice()", "a backward pass starts, but the previous one did not finish"),
     ],

@@ -82,7 +82,7 @@ model, again = hooked()
 try:
     again.load_state_dict(saved)
 except (ValueError, qcomp.MismatchError) as error:
-    assert "call gather_states() before it saves" in str(error) and "lost='drop'" in str(error), error
+    assert "on all ranks before that rank saves" in str(error) and "lost='drop'" in str(error), error
     say("rank 1" in str(error))
 again.load_state_dict(saved, lost="drop")
 trained(model, again, [4])

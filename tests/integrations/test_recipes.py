@@ -39,7 +39,7 @@ def test_adamw_behind_a_hook_of_several_bits_learns_as_much_as_without(said):
 exact = trained(None, adamw)
 eight = trained(qcomp.MinMaxUInt8(), adamw)
 four = trained(qcomp.QSGD(levels=7, bucket_size=128), adamw)
-warnings.filterwarnings("ignore", "AdamW divides by averages of squared gradients|elements move whose gradients are 0")
+warnings.filterwarnings("ignore", "AdamW divides by averages of squared gradients|elements whose gradients are 0")
 one = trained(qcomp.ScaledSign(), adamw)
 assert eight < 1.1 * exact, (exact, eight)
 assert four < 1.5 * exact, (exact, four)

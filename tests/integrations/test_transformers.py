@@ -87,7 +87,7 @@ assert whole == run(saved, folder="{0}/empty", resume_from_checkpoint=saved)
 @pytest.mark.timeout(200)
 def test_what_cannot_be_averaged_is_refused_at_the_start(torch_ranks, tmp_path):
     job = """
-for wrong, cure in (({{"clip": .5}}, "pass it clip_norm=0.5"), ({{"optimizer": sgd}}, "expected one of qcomp.torch")):
+for wrong, cure in (({{"clip": .5}}, "pass clip_norm=0.5 to"), ({{"optimizer": sgd}}, "expected one of qcomp.torch")):
     try:
         run(None, **wrong)
     except (ValueError, TypeError) as error:

@@ -274,7 +274,9 @@ def test_resuming_from_no_residuals_and_to_none(grads):
         assert not any(np.any(r) for r in (*state.exchange.worker, *state.exchange.server))
     saved, params = saved_by(fed_back, grads, 2)
     for error in load(plain, [saved] * 3, params):
-        assert "this world keeps none: it has one node or feedback=False" in str(error)
+        assert "this optimizer keeps none, because the ranks share one node or feedback is False" in str(
+            error
+        )
 
 
 def hierarchical(hosts: list[str], work: Callable) -> list:
@@ -446,9 +448,7 @@ class TestErrors:
     def test_missing(self, grads):
         saved, params = saved_by(sgd(), grads, 4)
         message = self.error(sgd(), [saved[:1], saved[2:3]], params)
-        missing = (
-            "no rank passes the dict of old ranks 1 and 3; expected all 4, each on some rank, since their"
-        )
+        missing = "no rank passes the dict of old ranks 1 and 3; expected the dicts of all 4 old ranks, since"
         assert message.startswith(missing)
         assert "saved is empty on every rank" in self.error(sgd(), [[], []], params)
 
@@ -501,10 +501,10 @@ class TestErrors:
     def test_no_dicts_at_all(self, grads):
         saved, params = saved_by(sgd(), grads, 2)
         message = self.error(sgd(), [["a file name"], saved], params)
-        assert message == "on rank 0: saved has a str; expected dicts from state_dict"
+        assert message == "on rank 0: saved contains a str; expected dicts from state_dict"
         message = self.error(sgd(), [[{**saved[0], "schema": 2}], saved[1:]], params)
         assert message == (
-            "on rank 0: the state has schema 2, the format of another release of qcomp; this one reads schema 1"
+            "on rank 0: the state has schema 2, the format of another release of qcomp; this release reads schema 1"
         )
         message = self.error(sgd(), [saved, None], params)
         assert message == "on rank 1: 'NoneType' object is not iterable"

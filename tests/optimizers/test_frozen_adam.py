@@ -543,7 +543,7 @@ class TestQAdam:
         assert run_local(3, rank_main) == ["warmup"] * 3
 
     def test_freeze_together_with_warmup_steps_is_an_error(self):
-        with pytest.raises(ValueError, match="freeze is 5 and warmup_steps is 3; expected one of them"):
+        with pytest.raises(ValueError, match="freeze is 5 and warmup_steps is 3; expected only one of them"):
             qcomp.QAdam(learning_rate=0.1, freeze=5, warmup_steps=3)
         with pytest.raises(ValueError, match="expected an integer of at least 1"):
             qcomp.QAdam(learning_rate=0.1, warmup_steps=0)

@@ -33,7 +33,7 @@ def test_steps_that_are_lost_are_told_once():
     assert text.startswith(
         "most elements of 'p0' did not move in step 100, although"
     )  # p1 is small, p2 at rest
-    assert "float16 loses what is less than 1/4096 of a value" in text
+    assert "float16 rounds away steps below 1/4096 of a value" in text
 
 
 @pytest.mark.parametrize(

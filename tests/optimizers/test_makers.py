@@ -120,7 +120,7 @@ class TestSentences:
         saved = torch.optim.Adam([weight]).state_dict()
         expected = re.escape(
             "saved has the keys 'state', 'param_groups', but not 'history', 'rank', 'schema', 'size', 'skipped' and 2 "
-            "more; expected a dict from the state_dict of one of qcomp's optimizers"
+            "more; expected a dict from state_dict of an optimizer of qcomp"
         )
         with pytest.raises(ValueError, match=expected):
             load(ONE_BIT, saved)

@@ -9,7 +9,7 @@ import pytest
 
 import qcomp
 
-TEXT = "elements move whose gradients are 0 on all ranks"
+TEXT = "elements whose gradients are 0 on all ranks move all the same"
 SIGN = qcomp.ScaledSign(64)
 SHAPES = [(12, 16), (16, 12)]
 

@@ -877,9 +877,9 @@ class TestWhatAdamWMoves:
             opt = qcomp.Muon(learning_rate=0.1, others=others)
             return opt.init([np.ones((4, 4))] * 2, LocalCommunicator.alone(), ["between", name])
 
-        with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', by their names embeddings"):
+        with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', whose names suggest embeddings"):
             assert begin(()).exact == (False, False)
-        with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', by their names embeddings"):
+        with pytest.warns(UserWarning, match=f"Muon orthogonalises '{name}', whose names suggest embeddings"):
             begin(["betw*"])
         # No warning if it is named, or if a function has chosen.
         assert begin([name]).exact == (False, True)

@@ -129,7 +129,7 @@ def test_a_check_of_the_own_gradient_alone_is_caught(job, grads, lockstep, monke
         return (yield from opt.stages(params, gradients, state))
 
     gradients = [poisoned(grads, rank, COMPRESSED, bad=1) for rank in range(2)]
-    with pytest.raises(AssertionError, match=r"ranks \[1\] ended where \[0\] want an exchange"):
+    with pytest.raises(AssertionError, match=r"ranks \[1\] have ended, but ranks \[0\] want an exchange"):
         lockstep(
             [local_check(p, g, s) for p, g, s in zip(run.params, gradients, run.states, strict=True)],
             catch=NonFiniteError,

@@ -293,7 +293,7 @@ class TestAfterTheFreeze:
             params, state = opt.step(params, zeros, state, comm)
         with pytest.warns(
             UserWarning,
-            match=r"all gradients of 'b' were 0 in the first 8 steps.*from now on, since it is frozen",
+            match=r"all gradients of 'b' were 0 in the first 8 steps.*from now on, since the variance is frozen",
         ):
             params, state = opt.step(params, zeros, state, comm)
 
@@ -309,7 +309,7 @@ class TestAfterTheFreeze:
                 del grads[0]["b"], grads[1]["b"]
             if step == 2:
                 with pytest.warns(
-                    UserWarning, match=r"of 'b' were 0 in the first 3 steps.*before one of variance_steps"
+                    UserWarning, match=r"of 'b' were 0 in the first 3 steps.*until one of variance_steps"
                 ):
                     world.step(grads)
             else:

@@ -71,7 +71,7 @@ def test_settings_that_differ_are_an_error_on_every_rank(lockstep):
         for state, text in zip(states, ("lr=1", "lr=2", "lr=1"), strict=True)
     ]
     errors = lockstep(computations, catch=qcomp.MismatchError)
-    assert [str(error).partition("What changes")[0] for error in errors] == [
+    assert [str(error).partition("Code that changes")[0] for error in errors] == [
         f"the settings of step 1 differ between ranks 0 and 2, and rank 1: rank {rank} has lr={rate}. "
         for rank, rate in enumerate((1, 2, 1))
     ]

@@ -349,7 +349,8 @@ def test_a_round_that_cannot_be_read_is_an_error_in_time():
     for name in world.box.rounds[late.state.version]:
         world.box.files.pop(name.path)
     with pytest.raises(
-        qcomp.CommunicatorError, match="the next one has closed, but a contribution of it cannot be read"
+        qcomp.CommunicatorError,
+        match="the next round has closed, but one of its contributions cannot be read",
     ):
         world.run(70, late)
 
@@ -406,7 +407,7 @@ def test_a_rank_of_another_job_does_not_join():
 def test_weights_on_some_ranks_alone_are_an_error():
     world = World(loop_of(every=1, grace=0.0), 2)
     world.ranks[1].weight = weight_of
-    with pytest.raises(qcomp.MismatchError, match="in round 1 rank 11 gave a weight"):
+    with pytest.raises(qcomp.MismatchError, match="contributed to round 1, and rank 11 gave a weight"):
         world.run(5)
     world = World(loop_of(every=1, grace=0.0), 2).run(5)
     world.join().weight = weight_of
@@ -423,14 +424,14 @@ def test_a_number_that_another_process_uses_is_an_error():
     params, state = loop.step(params, state, box)
     loop.step([np.asarray(p + 1) for p in params], state, box)
     other = loop.step([np.asarray(p + 1) for p in params], state._replace(sent=None, number=0, since=1), box)
-    with pytest.raises(qcomp.CommunicatorError, match="rank 10 has sent another contribution 1 before"):
+    with pytest.raises(qcomp.CommunicatorError, match="rank 10 has already sent another contribution 1"):
         loop.exchange(*other, box)
 
 
 def test_a_mailbox_of_something_else_is_an_error():
     box = Box()
     box.create("shared/0", b"{}\n")
-    with pytest.raises(ValueError, match="'shared' in the mailbox has a file that is no snapshot"):
+    with pytest.raises(ValueError, match="the folder 'shared' of the mailbox has a file that is no snapshot"):
         loop_of().begin(begun(), box)
     box = Box()
     params, state = loop_of().begin(begun(), box)

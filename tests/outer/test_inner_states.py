@@ -260,7 +260,7 @@ def test_an_exact_average_sends_what_its_docstring_says():
         ({"every": {3: 2}}, "expected an integer >= 1, or a mapping from names"),
         (
             {"compressor": qcomp.TopK(4, 16)},
-            "expected one whose error in each element is a part of that element",
+            "expected one whose error in each element is a fraction of that element",
         ),
         ({"compressor": qcomp.ScaledSign()}, "such as qcomp.Cast('bfloat16')"),
         ({"compressor": qcomp.Cast("float16")}, "expected one whose error"),
@@ -313,12 +313,12 @@ def spoilt(kind, number, value):
             (qcomp.MismatchError,) * 2,
             "weight is 'a number' on rank 0, but 'none'",
         ),
-        ({}, {"weights": [1, -1]}, (ValueError,) * 2, "weight of rank 1 is no finite number >= 0"),
+        ({}, {"weights": [1, -1]}, (ValueError,) * 2, "weight of rank 1 is not a finite number >= 0"),
         (
             {"inner": InnerStates({"w": 3, "*": 3})},
             {},
             (ValueError,) * 2,
-            "which no inner optimizer keeps, unless as copies of parameters; expected names among ['m', 'v', 'own']",
+            "keeps such a state, except as copies of parameters; expected names among ['m', 'v', 'own']",
         ),
     ],
 )

@@ -223,7 +223,7 @@ class TestWarning:
         expected = step_time(
             Job(100_000, 0.0), replace(measured, ranks=n, ranks_per_node=n // nodes), CPU, method
         )
-        assert f"takes {show_seconds(expected.seconds)}, of which" in message
+        assert f"takes {show_seconds(expected.seconds)}, including" in message
 
     def test_is_silent_if_speeds_were_not_measured(self):
         old = replace(CPU, low_rank=None, product=None)

@@ -197,11 +197,15 @@ class TestErrors:
             ({"methods": [EXACT]}, ValueError, "expected a qcomp.CompressedMean for each name"),
             ({"methods": {"a": qcomp.ScaledSign()}}, TypeError, "methods has 'a'"),
             ({"methods": {1: EXACT}}, TypeError, "methods has 1"),
-            ({"methods": {"a": qcomp.EF21Mean(qcomp.TopK(2, 16))}}, ValueError, "whose state is no residual"),
+            (
+                {"methods": {"a": qcomp.EF21Mean(qcomp.TopK(2, 16))}},
+                ValueError,
+                "whose state holds no residuals",
+            ),
             (
                 {"methods": {"a": qcomp.Muon(learning_rate=0.1).mean}},
                 ValueError,
-                "whose state is no residual",
+                "whose state holds no residuals",
             ),
             ({"steps": 0}, ValueError, "steps is 0; expected an integer, at least 1"),
             ({"steps": 2.0}, ValueError, "steps is 2.0"),

@@ -162,7 +162,7 @@ class TestPredicting:
         (["--compressor", "zip"], "there is no compressor 'zip'"),
         (["--compressor", "topk:k=8,bucket_size=512"], "--compressor is topk:k=8,bucket_size=512; no speed"),
         (["--measured", "/no/such/file"], "--measured is '/no/such/file'; [Errno 2] No such file"),
-        (["--step", "train:step"], "--step is 'train:step'; expected it together with --measure"),
+        (["--step", "train:step"], "--step is 'train:step', but --measure is not given; expected both"),
         (["--picture", "plan.nonsense"], "--picture is 'plan.nonsense'; "),
         (["--picture", "/no/such/plan.png"], "--picture is '/no/such/plan.png'; "),
         (["--inside", "0gbit"], "'0gbit' is no bandwidth; expected more than 0"),
@@ -173,11 +173,11 @@ class TestPredicting:
         (["--matrix", "0x4"], "'0x4' is not understood"),
         (
             ["--matrix", "1x1"],
-            "--matrix is 1x1, and --params 350000000 would be 350000000 of them; expected at most",
+            "--matrix is 1x1, so --params 350000000 would make 350000000 matrices; expected at most",
         ),
         (
             ["--params", "1e18"],
-            "--matrix is 1024x1024, and --params 1000000000000000000 would be 953674316406 of",
+            "--matrix is 1024x1024, so --params 1000000000000000000 would make 953674316406 ",
         ),
         (["--task", "chess"], "invalid choice: 'chess'"),
     ],

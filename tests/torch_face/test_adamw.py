@@ -284,7 +284,7 @@ REFUSED = {
         lambda: changed(plain(), maximize=True),
         "param_groups[0] of AdamW has maximize=True; expected False",
     ),
-    "SGD": (of_sgd, "nothing of one of qcomp's optimizers"),
+    "SGD": (of_sgd, "not those of an optimizer of qcomp"),
     "half a step": (
         lambda: with_steps(plain(), 0, 1.5),
         "AdamW has step=1.5 of '0'; expected a whole number >= 0",

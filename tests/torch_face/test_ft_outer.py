@@ -272,7 +272,7 @@ class TestMistakes:
             outer.zero_grad()
             model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
             backward(model, 0)
-            with pytest.raises(ValueError, match="another tensor now in place of its parameter"):
+            with pytest.raises(ValueError, match="has been replaced by another tensor"):
                 outer.step()
             return outer.state.step == 0
 

@@ -387,11 +387,11 @@ def own(model):
             "average",
             adamw,
             qcomp.OuterLoop(every=4, delay=1),
-            "delay=1; expected 0 where inner states are averaged",
+            "delay=1; expected 0 if inner states are averaged",
         ),
         ("average", lbfgs, LOOP, "optimizer 0 is a LBFGS"),
         ("average", lambda m: [adamw(m), adamw(m)], LOOP, "two optimizers move the same parameter"),
-        ("reset", adagrad, LOOP, "optimizer 0 is a Adagrad, which makes its state when it is made"),
+        ("reset", adagrad, LOOP, "optimizer 0 is a Adagrad, which makes its state in its constructor"),
         ("reset", own, LOOP, "optimizer 0 is a CompressedSGD"),
     ],
 )
@@ -417,7 +417,8 @@ def test_a_name_that_no_state_has_is_an_error_on_every_rank():
         optimizer = adamw(model)
         qcomp.torch.OuterLoop(model, optimizer, LOOP, comm=comm, inner_state=InnerStates({"exp_avgs": 1}))
         with pytest.raises(
-            ValueError, match=r"'exp_avgs', which no inner optimizer keeps, .*'exp_avg', 'exp_avg_sq'"
+            ValueError,
+            match=r"'exp_avgs', but no inner optimizer keeps such a state, .*'exp_avg', 'exp_avg_sq'",
         ):
             one_step(model, optimizer, comm.rank, 0)
 

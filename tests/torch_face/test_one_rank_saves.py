@@ -15,7 +15,7 @@ import qcomp.torch  # noqa: E402
 
 FREEZE = 3
 ADAM = {"lr": 0.01, "betas": (0.9, 0.9), "freeze": FREEZE, "compressor": qcomp.ScaledSign(64), "exact": None}
-CURES = ("call gather_states() before it saves", "lost='drop'")
+CURES = ("call gather_states() on all ranks before that rank saves", "lost='drop'")
 DILOCO = qcomp.OuterLoop(every=3, outer=qcomp.SGD(learning_rate=0.5, momentum=0.9), warmup=2)
 SIGNS = qcomp.OuterLoop(every=3, compressor=qcomp.ScaledSign(16), exact=None, warmup=2)
 STREAMING = qcomp.OuterLoop(
@@ -211,7 +211,7 @@ class TestWarnings:
     def test_once_on_each_rank_that_saves(self, who):
         warned = self.saves(who)
         assert len(warned) == len(who)
-        text = f"{len(who)} of 3 ranks called state_dict after step 1, but each rank has residuals of its own"
+        text = f"{len(who)} of 3 ranks called state_dict after step 1, but each rank keeps its own residuals"
         assert all(text in one and "gather_states() on all ranks" in one for one in warned), warned
 
     def test_not_where_every_rank_saves(self):
@@ -276,7 +276,7 @@ class TestWarnings:
         warned = told(2, main)[1]
         assert len(warned) == (0 if gathers else 2)
         assert all(
-            one.startswith(f"{framework} saves the state of one rank alone, but each") for one in warned
+            one.startswith(f"{framework} saves the state of only one rank, but each") for one in warned
         )
 
     def test_another_communicator_begins_anew(self):

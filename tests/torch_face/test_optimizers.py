@@ -1130,7 +1130,7 @@ def test_ranks_without_files_get_the_groups_of_those_with_them():
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda saved: saved["state"].clear(), "nothing of one of qcomp's optimizers"),
+        (lambda saved: saved["state"].clear(), "not those of an optimizer of qcomp"),
         (lambda saved: saved["state"][0].pop("rank 0 of 1"), "saved is empty on every rank"),
         (lambda saved: of_this_rank(saved).update(size=3), "no rank passes the dict of old ranks 1 and 2"),
         (lambda saved: of_this_rank(saved).update(rank=1, size=2), "no rank passes the dict of old rank 0"),

@@ -533,7 +533,7 @@ class TestMistakes:
         wrapped = self.Around(torch.optim.SGD(params, lr=0.1))
         with pytest.raises(
             ValueError,
-            match="optimizer 0 is a Around around another optimizer, with the state 'slow' of its own",
+            match="optimizer 0 is a Around around another optimizer and keeps a state 'slow' of its own",
         ):
             qcomp.torch.OuterLoop(params, wrapped, qcomp.outer.local_sgd(2), comm=ALONE)
 
@@ -544,7 +544,7 @@ class TestMistakes:
         slow, wrapped.state = wrapped.state, {}
         outer = qcomp.torch.OuterLoop(params, wrapped, qcomp.outer.local_sgd(2), comm=ALONE)
         wrapped.state = slow
-        with pytest.raises(ValueError, match="with the state 'slow' of its own"):
+        with pytest.raises(ValueError, match="keeps a state 'slow' of its own"):
             inside.step()
         assert outer.core_state.step == 0
 

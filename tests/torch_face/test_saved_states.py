@@ -160,7 +160,7 @@ def test_a_hook_that_takes_away_the_moments_is_an_error():
     optimizer = trained()
     before, saved = content(optimizer), optimizer.state_dict()
     optimizer.register_load_state_dict_pre_hook(lambda o, s: {**s, "state": {}})
-    with pytest.raises(ValueError, match="nothing of one of qcomp's optimizers"):
+    with pytest.raises(ValueError, match="not those of an optimizer of qcomp"):
         optimizer.load_state_dict(saved)
     assert content(optimizer) == before
 

@@ -208,7 +208,7 @@ for steps in (0, 2, FREEZE + 2):
     assert same(model, twin), (name, steps)
     assert optimizer.core_state.step == other.core_state.step == steps + 4
     text = refusal(lambda: optimizer.attach(model))
-    assert text.startswith("RuntimeError: call attach once, and not if you passed model="), text
+    assert text.startswith("RuntimeError: this optimizer has a model already: call attach only once"), text
 """,
     )
 
@@ -320,7 +320,7 @@ REFUSALS = {
     ),
     "more groups": (
         "model = wrapped(); face('OneBitAdam', model).add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
-        "RuntimeError: add_param_group was called after the optimizer was made with model=",
+        "RuntimeError: add_param_group was called on an optimizer that was made with model=",
     ),
     "no backward pass": (
         "face('OneBitAdam', wrapped()).step()",

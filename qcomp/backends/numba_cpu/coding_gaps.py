@@ -43,12 +43,10 @@ def decode(code: memoryview, size: int, k: int, bucket_size: int, bits: int) -> 
     words = padded.view(">u4").astype(np.uint32)
     end = _decode(words, 8 * len(code), size, *shape, shape.width, *layout[:3], out)
     if end < 0:
-        raise PayloadError(
-            f"the {len(code)} bytes of the payload are not a code of a vector of {size} elements"
-        )
+        raise PayloadError(f"the payload's {len(code)} bytes do not encode a vector of {size} elements")
     if -(-end // 8) != len(code) or (end % 8 and code[-1] & (1 << -end % 8) - 1):
         raise PayloadError(
-            f"the coded bits end after {end} bits of {len(code)} bytes, or are not padded with zeros"
+            f"the code ends after {end} bits, which do not fill its {len(code)} bytes, or its padding is not zeros"
         )
     return plain
 

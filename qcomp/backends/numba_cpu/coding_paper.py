@@ -51,10 +51,10 @@ def decode(data: memoryview, size: int, largest: int) -> tuple[bytearray, bytear
     work = _decode_dense if data[0] == DENSE else _decode_sparse
     end = work(words, 8 * coded, _tables()[1], largest, k, signs)
     if end < 0:
-        raise PayloadError(f"the code does not match {size} levels up to {largest}")
+        raise PayloadError(f"the code does not decode to {size} levels of at most {largest}")
     if -(-end // 8) != coded or (end % 8 and data[-1] & (1 << -end % 8) - 1):
         raise PayloadError(
-            f"the coded bits end after {end} bits of {coded} bytes, or are not padded with zeros"
+            f"the code ends after {end} bits, which do not fill its {coded} bytes, or its padding is not zeros"
         )
     if not np.little_endian:
         k.byteswap(inplace=True)

@@ -57,7 +57,8 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
     """Return the levels and signs of a vector."""
     if len(data) < 4 * lanes or len(data) & 1:
         raise PayloadError(
-            f"the code has {len(data)} bytes of states and words; {lanes} states need {4 * lanes}"
+            f"the code has {len(data)} bytes for states and words; expected an even number, at least {4 * lanes} for "
+            f"{lanes} states"
         )
     states = np.frombuffer(data, dtype="<u4", count=lanes).astype(np.int64)
     words = np.zeros(len(data) // 2 - 2 * lanes + PADDING, dtype=np.uint16)
@@ -68,7 +69,7 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
     class_at = np.repeat(np.arange(units.size, dtype=np.uint16), units)
     k = np.frombuffer(levels, dtype=np.uint16)
     if not _pop(words, states, rows, class_at, k, np.frombuffer(negative, dtype=np.uint8), largest):
-        raise PayloadError("the code is damaged: its states and words do not match such a vector")
+        raise PayloadError("the code is damaged: its states and words do not decode to a vector of this size")
     if not np.little_endian:
         k.byteswap(inplace=True)
     return levels, negative

@@ -208,7 +208,9 @@ def _folder() -> Path | None:
         return private_folder(f"numba-{numba.__version__}-{_digest_of_sources()}")
     except (OSError, RuntimeError) as error:  # RuntimeError: Path.home() finds no home
         _log.warning(
-            "every process compiles its kernels anew: %s; set NUMBA_CACHE_DIR to a folder of your own", error
+            "compiled kernels cannot be stored, so every process compiles them again: %s; set NUMBA_CACHE_DIR to a "
+            "folder of your own",
+            error,
         )
         return None
 

@@ -23,7 +23,7 @@ from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 from qcomp.core.traits import AnyCompressor
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):  # older ones flush subnormal numbers
-    raise ImportError(f"Triton 3.4 or newer, which torch 2.8 brings, instead of {triton.__version__}")
+    raise ImportError(f"Triton 3.4 or newer, which comes with torch 2.8, instead of {triton.__version__}")
 
 _FAMILIES: dict[type, Callable[..., codec.Family]] = {
     ScaledSign: sign,

@@ -106,8 +106,8 @@ def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[
         newest = max(agreed)
         missing = name_ranks(set(range(newest.size)) - held[newest].keys())
         raise FileNotFoundError(
-            f"no copy is left of the state of {missing} of {newest.size} after step {newest.step}: nodes that kept it "
-            "are gone, or files are damaged; resume from a checkpoint"
+            f"no copy is left of the state that {missing} of {newest.size} had after step {newest.step}: the nodes "
+            "that kept copies are gone, or files are damaged; resume from a checkpoint"
         )
     return None
 

@@ -21,8 +21,8 @@ def coverage(parts: Sequence[Part], size: int, what: str) -> int:
     edges = sorted(edge for edge in changes if changes[edge] or edge in (0, size))
     if size and (edges != [0, size] or not changes[0]):
         raise ValueError(
-            f"the states have {what} for the ranges {sorted(set(parts))}; expected ranges that cover all its {size} "
-            "elements equally often"
+            f"the states have {what} for the ranges {sorted(set(parts))}; expected ranges that cover each of the "
+            f"tensor's {size} elements equally often"
         )
     return max(1, changes[0])
 
@@ -33,6 +33,7 @@ def require_disjoint(parts: Sequence[Part], size: int, what: str) -> None:
     for start, stop in sorted(parts):
         if start < end or stop > size:
             raise ValueError(
-                f"the state has {what} for the ranges {sorted(parts)}; expected disjoint ranges of its {size} elements"
+                f"the state has {what} for the ranges {sorted(parts)}; expected disjoint ranges within the tensor's "
+                f"{size} elements"
             )
         end = stop

@@ -110,20 +110,23 @@ def read_scalars(saved: Any) -> dict[str, Any]:
     Raises ValueError if ``saved`` is not such a dict, lacks an entry, or has a value that no optimizer saves.
     """
     if not isinstance(saved, Mapping):
-        raise ValueError(f"saved has a {type(saved).__name__}; expected dicts from state_dict")
+        raise ValueError(f"saved contains a {type(saved).__name__}; expected dicts from state_dict")
     strange = [key for key in saved if not isinstance(key, str)]
     if strange:
-        raise ValueError(f"saved has the key {shown(strange[0])}; expected texts only, as from state_dict")
+        raise ValueError(
+            f"saved has the key {shown(strange[0])}; expected only str keys, as in a dict from state_dict"
+        )
     missing = [key for key in sorted(_KINDS.keys() - {MAKER, TOPOLOGY, DIGESTS}) if key not in saved]
     if missing:
         raise ValueError(
-            f"saved has the keys {some(saved) or '(none)'}, but not {some(missing)}; expected a dict from the "
-            "state_dict of one of qcomp's optimizers"
+            f"saved has the keys {some(saved) or '(none)'}, but not {some(missing)}; expected a dict from state_dict "
+            "of an optimizer of qcomp"
         )
     schema = read(saved, "schema", _KINDS["schema"])
     if schema != SCHEMA:
         raise ValueError(
-            f"the state has schema {schema}, the format of another release of qcomp; this one reads schema {SCHEMA}"
+            f"the state has schema {schema}, the format of another release of qcomp; this release reads schema "
+            f"{SCHEMA}"
         )
     numbers = {key: read(saved, key, Number(finite=False)) for key in saved if key.startswith(NUMBER)}
     return {key: read(saved, key, kind) for key, kind in _KINDS.items() if key in saved} | numbers
@@ -152,7 +155,7 @@ def require_intact(entries: Mapping[str, Any]) -> None:
     if changed:
         raise ValueError(
             f"the state was changed since it was saved: {some(changed)} differ from their digests. Load an earlier "
-            f"one; or if you have changed it on purpose, remove the entry {DIGESTS!r}"
+            f"state; or if you have changed this one on purpose, remove its entry {DIGESTS!r}"
         )
 
 
@@ -299,8 +302,8 @@ def require_keys(present: Any, expected: Any) -> None:
         found += " and " if missing and unknown else ""
         found += f"it has {some(unknown)}, which this optimizer does not keep" if unknown else ""
         raise ValueError(
-            f"the state does not fit: {found}. It was saved by another optimizer, or with "
-            "another model, other names of its parameters, another policy or another topology"
+            f"the state does not fit: {found}. It was saved by another optimizer, or with another model, other "
+            "parameter names, another policy or another topology"
         )
 
 

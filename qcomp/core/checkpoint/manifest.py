@@ -24,8 +24,8 @@ from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
 CURES = (
-    "Where one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, call gather_states() "
-    "before it saves, on all ranks; lost='drop' loads a state without what is missing"
+    "If one rank saves for all, as in Accelerate, Lightning and the Trainer of Hugging Face, call gather_states() on "
+    "all ranks before that rank saves; lost='drop' loads a state without the missing arrays"
 )
 """The advice to callers who load the state of only one rank."""
 
@@ -154,7 +154,7 @@ def holders(held: Sequence[Any]) -> tuple[dict[int, int], int]:
         raise ValueError(f"saved has a dict more than once: {'; '.join(twice)}")
     strange = [each for each in dicts if each[1] >= old_size]
     if strange:
-        raise ValueError(f"{_told(strange[0])}: it is damaged; load an earlier one")
+        raise ValueError(f"{_told(strange[0])}: the dict is damaged; load an earlier one")
     having: dict[int, list[int]] = {}
     for new, old in sorted(counts):
         having.setdefault(old, []).append(new)
@@ -209,7 +209,7 @@ def require_agreement(manifests: Mapping[int, Manifest], owned_kinds: Sequence[s
         if differing:
             raise ValueError(
                 f"the dicts of old ranks {reference} and {old} differ in [{some(differing)}], which must be the same "
-                "on all ranks: they belong to different jobs"
+                "on all ranks: the dicts belong to different jobs"
             )
 
 

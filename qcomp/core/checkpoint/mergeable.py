@@ -34,8 +34,9 @@ def require_mergeable(
         return {}
     if not likes:
         raise ValueError(
-            f"the states have residuals, such as {min(held[0] or held[-1])}, but this world keeps none: it has one "
-            "node or feedback=False; expected a world with feedback between nodes, such as topology='two_phase'"
+            f"the states have residuals, such as {min(held[0] or held[-1])}, but this optimizer keeps none, because "
+            "the ranks share one node or feedback is False; expected feedback between nodes, such as with "
+            "topology='two_phase'"
         )
     taking_part: dict[str, list[Part]] = {}
     served: dict[str, list[Part]] = {}
@@ -46,7 +47,10 @@ def require_mergeable(
         for key, entry in entries.items():
             name, start, _ = world.place(key)
             if name not in likes:
-                raise ValueError(f"the state has {key}, which stays exact here: another model or optimizer")
+                raise ValueError(
+                    f"the state has {key}, but this optimizer keeps that tensor exact: the state belongs to another "
+                    "model or optimizer"
+                )
             require_dtype(entry.dtype, likes[name], key)
             own[kind_of(key)].setdefault(name, []).append((start, start + math.prod(entry.shape)))
         for kind, of_kind in own.items():
@@ -79,7 +83,7 @@ def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -
     twice = sorted(key for key, count in Counter(key for key, _ in owned).items() if count > 1)
     if twice:
         raise ValueError(
-            f"several states have {twice[0]}, which exists once in a job: they belong to different jobs"
+            f"several states have {twice[0]}, which only one state of a job has: the states belong to different jobs"
         )
     dtype = compute_dtype_name(dtype_name(world.like.dtype))
     for key, entry in owned:
@@ -100,8 +104,8 @@ def _require_columns(manifests: Mapping[int, Manifest], world: World) -> None:
                 place.name, place.rows
             ):
                 raise ValueError(
-                    f"the state has {key} of {size} elements, which are no columns of a matrix of "
-                    f"{rows.get(place.name, place.rows)} rows, as other parts are: it is damaged"
+                    f"the state has {key} of {size} elements, which are not whole columns of a matrix of "
+                    f"{rows.get(place.name, place.rows)} rows, unlike other parts: the state is damaged"
                 )
 
 
@@ -118,8 +122,8 @@ def _require_parts(manifests: Mapping[int, Manifest], template: Mapping[str, Arr
             place = kind_of(key), name
             if place not in found or len(entry.shape) != 1 or (entry.shape[0] and not kept[name]):
                 raise ValueError(
-                    f"the state has {key} of shape {entry.shape}, which this optimizer does not keep: another model or "
-                    "optimizer"
+                    f"the state has {key} of shape {entry.shape}, which this optimizer does not keep: the state "
+                    "belongs to another model or optimizer"
                 )
             require_dtype(entry.dtype, here[place], key)
             found[place].add((start, start + entry.shape[0]))

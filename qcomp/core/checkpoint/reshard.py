@@ -69,8 +69,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     by, size = holders(facts)
     if size != world.size and not world.replica.resizes:
         raise ValueError(
-            f"saved comes from another number of ranks; expected {world.size} instead of {size}: a state of "
-            f"{type(world.replica).__name__} has arrays that fit only the number of ranks that saved it"
+            f"saved comes from another number of ranks; expected {world.size} instead of {size}: some arrays of a "
+            f"{type(world.replica).__name__} state fit only the number of ranks that saved them"
         )
     _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
     template = world.template(step, stage)
@@ -106,8 +106,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         differing = sorted(lost_once.union(kind for kind in differing if kind not in world.owned_kinds))
         if differing and not world.drops:
             raise ValueError(
-                f"no rank passes the dict of old {name_missing(by, size)}; expected all {size}, each on some rank, "
-                f"since their {phrase(differing)} are in no other dict. {CURES}"
+                f"no rank passes the dict of old {name_missing(by, size)}; expected the dicts of all {size} old "
+                f"ranks, since no other dict contains their {phrase(differing)}. {CURES}"
             )
         averaged = tuple(kind for kind in averaged if kind in differing)
     whole = not world.lost and len(by) == size == world.size
@@ -260,7 +260,7 @@ def _warn_of_merging(
     if not world.lost and len(by) == size:
         warn_caller(
             f"a state of {size} ranks resumes with {world.size}, or with other chunks: every rank starts with the "
-            "total of the residuals, so feedback loses nothing, but the run differs from one without a stop"
+            "total of the residuals, so feedback loses nothing, but the run differs from an uninterrupted one"
         )
         return
     means = [kind for kind in differing if kind in averaged]

@@ -108,6 +108,7 @@ class World:
         numbers = [int(text) if text.isdecimal() else -1 for text in (start, rows if star else "1")]
         if name not in self.sizes or numbers[0] < 0 or numbers[1] < 1 or self.sizes[name] % numbers[1]:
             raise ValueError(
-                f"the state has {shown(key)}; params has no such tensor: another model or optimizer"
+                f"the state has {shown(key)}, but params has no such tensor: the state belongs to another model or "
+                "optimizer"
             )
         return Place(name, *numbers)

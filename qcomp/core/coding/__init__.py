@@ -100,8 +100,8 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
     if bad >= 0:
         level = int.from_bytes(levels[2 * bad : 2 * bad + 2], "little")
         raise ValueError(
-            f"levels is {level} and negative {negative[bad]} at {bad}; "
-            f"expected levels from 0 to {largest}, and negative 0 or 1, but 0 where the level is 0"
+            f"element {bad} has level {level} and negative {negative[bad]}; expected a level from 0 to {largest}, and "
+            "negative 0 or 1, always 0 if the level is 0"
         )
     if coding == "elias":
         return coders.paper_encode(levels, negative)

@@ -73,14 +73,16 @@ class BitReader:
     def align(self) -> int:
         """Skip the padding of the last byte, and return the next index; raises PayloadError if the padding is not 0."""
         if self.take(-self._at % 8):
-            raise PayloadError("the coded bits are filled up with ones; expected zeros")
+            raise PayloadError("the coded bits are padded with ones; expected zeros")
         return self._at // 8
 
     def finish(self) -> None:
         """Raise PayloadError unless all bits were read except the padding of the last byte."""
         end = self.align()
         if end != len(self._data):
-            raise PayloadError(f"the coded bits end after {end} of {len(self._data)} bytes")
+            raise PayloadError(
+                f"the code ends after {end} bytes; expected it to fill all {len(self._data)} bytes"
+            )
 
 
 def bytes_below(end: int) -> int:

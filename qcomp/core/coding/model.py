@@ -124,7 +124,7 @@ def read(bits: BitReader, size: int, largest: int) -> Model:
         raise PayloadError(f"the code names the method {method}; expected at most {finest(largest) + 1}")
     count = take_gamma(bits)
     if count > class_of(largest, fine) + 1:
-        raise PayloadError(f"the model has {count} classes for levels up to {largest}")
+        raise PayloadError(f"the model has {count} classes, too many for levels up to {largest}")
     weights, weight = [], _weight(size)
     for _ in range(count):
         number = take_gamma(bits)
@@ -133,7 +133,7 @@ def read(bits: BitReader, size: int, largest: int) -> Model:
             raise PayloadError(f"the model has a weight {weight}; expected 0 to {LARGEST_WEIGHT}")
         weights.append(weight)
     if not weight:
-        raise PayloadError("the last class of the model does not occur")
+        raise PayloadError("the last class of the model has weight 0; expected a weight above 0")
     bits.align()
     return _model(weights, fine)
 

@@ -47,7 +47,8 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
     """Return the levels and signs of a vector from its states and words; raises PayloadError if they are not valid."""
     if len(data) < 4 * lanes or len(data) & 1:
         raise PayloadError(
-            f"the code has {len(data)} bytes of states and words; {lanes} states need {4 * lanes}"
+            f"the code has {len(data)} bytes for states and words; expected an even number, at least {4 * lanes} for "
+            f"{lanes} states"
         )
     states = [int.from_bytes(data[4 * lane : 4 * lane + 4], "little") for lane in range(lanes)]
     words = numbers(data[4 * lanes :])
@@ -81,7 +82,7 @@ def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> 
         if end < 0:
             break
     if end or any(x != LOW for x in states):
-        raise PayloadError("the code is damaged: its states and words do not end with the vector")
+        raise PayloadError("the code is damaged: its states and words do not end with the last element")
     return little_endian(levels), negative
 
 

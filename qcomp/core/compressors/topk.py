@@ -89,7 +89,8 @@ class TopK(Compressor):
             raise ValueError(f"coding is {self.coding!r}; expected 'fixed' or None")
         if self.coding and self.value_bits == 32:
             raise ValueError(
-                "coding is 'fixed' with value_bits=32, whose length is always fixed; expected None, or fewer value_bits"
+                "coding is 'fixed', but payloads with value_bits=32 always have a fixed length; expected None, or "
+                "fewer value_bits"
             )
 
     @cached_property

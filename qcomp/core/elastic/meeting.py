@@ -61,7 +61,7 @@ def meet(told: Sequence[Any], *, restoring: bool) -> Meeting:
             found.append((label, of_label))
     if not found:
         raise ValueError(
-            "the ranks have no snapshot in common; expected at least one rank of the old world, and from each of these "
+            "the ranks have no snapshot in common; expected at least one rank of the old world, and on each such rank "
             "the last ElasticState that it held"
         )
     steps = max(seat.step for of_rank in seats for seat in of_rank)

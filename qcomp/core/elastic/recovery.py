@@ -209,7 +209,7 @@ class Elastic:
         optimizer = self.optimizer
         if isinstance(optimizer, OuterLoop):
             raise TypeError(
-                "call run instead of step: optimizer is an OuterLoop, whose steps take parameters and no gradients"
+                "optimizer is an OuterLoop, whose steps take parameters and no gradients: call run instead of step"
             )
         return self.run_stages(lambda params, state: optimizer.stages(params, grads, state), held)
 

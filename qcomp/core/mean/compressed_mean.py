@@ -611,7 +611,7 @@ def require_divisor(divisor: str, topology: str) -> None:
     if divisor == "senders" and topology != "all_gather":
         raise ValueError(
             f"divisor is 'senders' with topology={topology!r}; expected topology='all_gather', in which every rank "
-            "sees what each has sent"
+            "sees what each rank has sent"
         )
 
 

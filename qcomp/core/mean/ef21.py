@@ -75,8 +75,8 @@ class EF21Mean(CompressedMean):
             below_one = traits.omega is not None and traits.omega < 1
             if not (traits.lossless or traits.delta is not None or below_one):
                 raise ValueError(
-                    f"compressor is {compressor.spec}, which promises no contraction; expected one that does, such as "
-                    "qcomp.TopK, or qcomp.Scaled(...) around an unbiased one"
+                    f"compressor is {compressor.spec}, which promises no contraction; expected a compressor that "
+                    "promises one, such as qcomp.TopK, or qcomp.Scaled(...) around an unbiased compressor"
                 )
 
     @cached_property

@@ -125,8 +125,8 @@ def node_stages(host: str | None, *, size: int, like: Array, topology: str) -> S
     unnamed = [rank for rank, found in enumerate(digests) if found == _UNNAMED]
     if unnamed:
         raise TypeError(
-            f"host is None on {name_ranks(unnamed)}; topology={topology!r} expects the name of the machine, as an "
-            "attribute of comm or as an argument of init_stages, to know which ranks share a node"
+            f"host is None on {name_ranks(unnamed)}; expected the name of the machine, as an attribute of comm or as "
+            f"an argument of init_stages, since topology={topology!r} must know which ranks share a node"
         )
     return _numbered(digests)
 

@@ -19,7 +19,7 @@ def require_residuals(mean: CompressedMean) -> None:
     """Raise ValueError unless states of this mean hold residuals, from which `owed` is computed."""
     if mean.kinds[0] != _WORKER or mean.owned_kinds:
         raise ValueError(
-            f"a method is {mean!r}, whose state is no residual; expected a qcomp.CompressedMean or PowerSGDMean"
+            f"a method is {mean!r}, whose state holds no residuals; expected a qcomp.CompressedMean or PowerSGDMean"
         )
 
 

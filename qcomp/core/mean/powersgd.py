@@ -400,9 +400,7 @@ class PowerSGDMean(TensorwiseMean):
         require_tensors(state._replace(shapes=shapes), tensors, self.topology)
         for index, (found_shape, expected_shape) in enumerate(zip(given, shapes, strict=True)):
             if found_shape != expected_shape:  # its matrix could have other rows
-                raise ValueError(
-                    f"x has an array of shape {found_shape} at {index}; state is for {expected_shape}"
-                )
+                raise ValueError(f"x[{index}] has shape {found_shape}; state was made for {expected_shape}")
         matrices = self._matrices(shapes)
         expected = [m.rows * m.columns for m in matrices], [m.rank * m.columns for m in matrices]
         found = tuple([math.prod(e.shape) for e in kept] for kept in (state.worker, state.server))
@@ -415,7 +413,7 @@ class PowerSGDMean(TensorwiseMean):
             dtype, kept = dtype_name(tensors[m.tensor].dtype), dtype_name(residual.dtype)
             if compute_dtype_name(dtype) != kept:
                 raise ValueError(
-                    f"x has an array of dtype {dtype} at {m.tensor}; state is for arrays that are computed in {kept}"
+                    f"x[{m.tensor}] has dtype {dtype}; state was made for arrays that are computed in {kept}"
                 )
 
 
@@ -443,10 +441,10 @@ def _require_faithful(compressor: Compressor, rank: int) -> None:
     losses += [traits.omega] if traits.omega is not None else []
     if traits.lossless or isinstance(compressor, Cast) or (losses and min(losses) * rank <= _LARGEST_ERROR):
         return
-    told = f"a relative squared error of {min(losses):.3g}" if losses else "no bound of its error"
+    told = f"a relative squared error of {min(losses):.3g}" if losses else "no bound on its error"
     raise ValueError(
-        f"compressor is {compressor.spec}, which promises {told}; the factors of PowerSGD of rank {rank} need at most "
-        f"{_LARGEST_ERROR / rank:.3g}, or feedback could diverge: pass compressor=qcomp.Identity(), "
+        f"compressor is {compressor.spec}, which promises {told}; PowerSGD of rank {rank} needs at most "
+        f"{_LARGEST_ERROR / rank:.3g} for its factors, or feedback could diverge: pass compressor=qcomp.Identity(), "
         "qcomp.Cast('bfloat16') or qcomp.QSGD(levels=127)"
     )
 

@@ -49,7 +49,8 @@ class Sharding:
         every = sorted(rank for replica in self.ranks for rank in replica)
         if len({len(replica) for replica in self.ranks}) != 1 or every != list(range(len(every))):
             raise ValueError(
-                f"ranks is {self.ranks!r}; expected replicas of equal length that have each rank from 0 once"
+                f"ranks is {self.ranks!r}; expected replicas of equal length that together contain each rank from 0 "
+                "on once"
             )
         pairs = zip(self.axes, self.shapes, strict=False)
         fits = all(0 <= axis < max(1, len(shape)) for axis, shape in pairs)

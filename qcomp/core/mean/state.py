@@ -49,7 +49,7 @@ def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -
 def require_no_residuals(state: MeanState) -> None:
     """Raise ValueError if a state has residuals, for a mean that would add them and keep none."""
     if state.worker or state.server:
-        raise ValueError(f"state has residuals, and this mean keeps none: {_CURE}")
+        raise ValueError(f"state has residuals, but this mean keeps none: {_CURE}")
 
 
 def require_own_residuals(state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
@@ -68,15 +68,15 @@ def require_own_residuals(state: MeanState, layout: Layout, vectors: Sequence[Ar
         shapes = list(map(_SHAPE, residuals))
         if shapes != expected:
             raise ValueError(
-                f"state has {kind} residuals of the shapes {list(map(tuple, shapes))}; expected {expected}: it is the "
-                f"state of another mean, or of arrays of other shapes: {_CURE}"
+                f"state has {kind} residuals of the shapes {list(map(tuple, shapes))}; expected {expected}. The state "
+                f"belongs to another mean, or to arrays of other shapes: {_CURE}"
             )
         for e, tensor in zip(residuals, tensors, strict=True):
             computed = vectors[tensor].dtype
             if e.dtype != computed and dtype_name(e.dtype) != dtype_name(computed):
                 raise ValueError(
-                    f"x is computed in {dtype_name(computed)}; its {kind} residual in state is {dtype_name(e.dtype)}: "
-                    "convert before init, or make a new state"
+                    f"x is computed in {dtype_name(computed)}, but its {kind} residual in state has dtype "
+                    f"{dtype_name(e.dtype)}: convert x before init, or make a new state"
                 )
 
 

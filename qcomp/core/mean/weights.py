@@ -21,7 +21,7 @@ from qcomp.core.reporting import name_ranks
 
 __all__ = ["factor_of", "weight_stages", "weighted"]
 
-_ADVICE = "pass a weight on all ranks in the same steps, or on none; a rank without data has weight=0"
+_ADVICE = "pass a weight on all ranks in the same steps, or on none; a rank without data passes weight=0"
 
 
 def weighted(values: Any, weight: float, comm: Transport) -> Any:
@@ -102,7 +102,7 @@ def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
     bad = [rank for rank, each in enumerate(weights) if math.isnan(each)]
     if bad:
         here = "" if fits else f": here it is {given!r}"
-        raise ValueError(f"weight of {name_ranks(bad)} is no finite number >= 0{here}")
+        raise ValueError(f"weight of {name_ranks(bad)} is not a finite number >= 0{here}")
     return factor_of(own, weights)
 
 
@@ -111,7 +111,8 @@ def factor_of(own: float, weights: Sequence[float]) -> float:
     largest = max(weights)
     if not largest:
         raise ValueError(
-            "weight is 0 on all ranks; expected one > 0 on at least one: skip a step for which no rank has data"
+            "weight is 0 on all ranks; expected a weight > 0 on at least one rank: skip a step for which no rank has "
+            "data"
         )
     total = math.fsum(each / largest for each in weights)
     return len(weights) * (own / largest) / total

@@ -152,7 +152,7 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
     several = isinstance(x, list | tuple)
     tensors: list[Any] = list(x) if several else [x]
     if not tensors:
-        raise ValueError("x is empty; expected an array or a sequence of at least one")
+        raise ValueError("x is empty; expected an array, or a sequence of at least one array")
     for index, tensor in one_of_each_kind(tensors):
         require_dense(tensor, f"x[{index}]" if several else "x")
     return tensors
@@ -162,8 +162,8 @@ def require_apart(values: Any, argument: str) -> None:
     """Raise ValueError if arrays of a list share memory: a write to one would change another."""
     if isinstance(values, list | tuple) and is_mutable(values[0]) and (pair := sharing(values)):
         raise ValueError(
-            f"{argument}[{pair[0]}] and {argument}[{pair[1]}] share memory, and may be written to; expected memory of "
-            "their own, or donate=False and overwrite=False"
+            f"{argument}[{pair[0]}] and {argument}[{pair[1]}] share memory that may be written to; expected separate "
+            "memory, or donate=False and overwrite=False"
         )
 
 
@@ -346,7 +346,7 @@ def from_bytes_of(data: Array, name: str) -> Array:
     """
     xp = array_namespace(data)
     if itemsize(name) == 8 and is_jax_array(data) and not sys.modules["jax"].config.jax_enable_x64:
-        raise TypeError(f"set jax_enable_x64: the bytes hold {name}, which JAX has only in 64-bit mode")
+        raise TypeError(f"the bytes hold {name}, which JAX supports only in 64-bit mode: set jax_enable_x64")
     return bitcast(data, getattr(xp, name))
 
 

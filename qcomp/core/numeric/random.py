@@ -313,7 +313,7 @@ def _draws(
     if block.rows > 1 and bucket_size // 8 * 8 < block.length:
         raise ValueError(
             f"bucket_size is {bucket_size}; expected a multiple of 8, and at least the {block.length} elements of a "
-            "row: neighbouring rows would share draws"
+            "row: otherwise neighbouring rows would share random draws"
         )
     xp = array_namespace(like)
     width = block.length // 8

@@ -209,10 +209,10 @@ def compare_gradients(
     """
     if (yield from same_gradients(gradients, size, like)):
         warn_caller(
-            f"all {size} ranks have the same {what}, so {who} averages in vain: either they train "
-            f"on the same data, or something else averages first, such as DistributedDataParallel. {GIVE_OWN_DATA}. "
-            "Do not wrap the model in DistributedDataParallel, unless you pass it to an optimizer that takes it, as "
-            "model= or by attach(model); in Accelerate and the Trainer, optimizer.optimizer.attach(model)"
+            f"all {size} ranks have the same {what}, so {who} averages in vain: either the ranks train on the same "
+            f"data, or something else averages first, such as DistributedDataParallel. {GIVE_OWN_DATA}. Do not wrap "
+            "the model in DistributedDataParallel, unless you pass that model to the optimizer: as model=, or by "
+            "attach(model), in Accelerate and the Trainer by optimizer.optimizer.attach(model)"
         )
 
 

@@ -60,7 +60,7 @@ def warn_of_lost_steps(
         cure = "pass rounding='stochastic', or keep" if name == "bfloat16" else "keep"
         warn_caller(
             f"most elements of {some(state.names[i] for i in lost)} did not move in step {state.step + 1}, although "
-            f"their mean gradients are not 0: {name} loses what is less than 1/{2 << _BITS[name]} of a value: {cure} "
+            f"their mean gradients are not 0: {name} rounds away steps below 1/{2 << _BITS[name]} of a value: {cure} "
             "the parameters in float32, and compute under autocast or in copies, or raise the learning rate"
         )
 

@@ -34,7 +34,7 @@ def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
     if then["optimizer"] != now["optimizer"]:
         raise ValueError(
             f"the state was saved by {then['optimizer']}; this is {now['optimizer']}. Load it with the optimizer that "
-            "saved it, or pass strict=False if its arrays mean the same to both"
+            "saved it, or pass strict=False if its arrays mean the same in both optimizers"
         )
     before, after = then["settings"], now["settings"]
     compared = {*before, *after} - ({_GROUPS} - before.keys())

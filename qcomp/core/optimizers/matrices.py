@@ -164,30 +164,30 @@ def warn_of_doubts(
     flat = [t for t, shape, _ in kernels if shape[axis] < shape[other]]
     if flat:
         warn_caller(
-            f"output_axis is {axis}, so Muon orthogonalises few rows of {_shown(flat)}: if outputs are on the other "
-            f"end, as {_FOUND[other]}, pass output_axis={other}; name a stack of matrices in stacks. "
-            f"splits={{{flat[0].name!r}: 1}} says that it is one matrix as it is"
+            f"output_axis is {axis}, so Muon orthogonalises few rows of {_shown(flat)}: if the outputs are on the "
+            f"other axis, as {_FOUND[other]}, pass output_axis={other}; if the tensor is a stack of matrices, name it "
+            f"in stacks; if it is one matrix as it is, pass splits={{{flat[0].name!r}: 1}}"
         )
     stacks = [t for t, _, kernel in kernels if t not in flat and max(kernel) > _KERNEL]
     if stacks:
         warn_caller(
             f"Muon orthogonalises {_shown(stacks)} as one matrix, by joining all axes but the outputs; the shape "
-            "suggests a stack of matrices, such as experts or scanned layers. Name stacks in stacks, so that each "
-            f"slice is orthogonalised on its own; splits={{{stacks[0].name!r}: 1}} says that it is one matrix"
+            "suggests a stack of matrices, such as experts or scanned layers. If it is a stack, name it in stacks, so "
+            f"that each slice is orthogonalised separately; if it is one matrix, pass splits={{{stacks[0].name!r}: 1}}"
         )
     fused = [t for t, _ in unexplained if _FUSED.search(t.name)]
     if fused:
         warn_caller(
             f"Muon orthogonalises {_shown(fused)} as one matrix; the name suggests several, such as queries, keys and "
-            f"values. Pass their number or their rows in splits, such as splits={{{fused[0].name!r}: 3}}; 1 says that "
-            "it is one matrix"
+            f"values. Pass their number or their rows in splits, such as splits={{{fused[0].name!r}: 3}}; if it is "
+            "one matrix, pass 1"
         )
     outside = [t for t in matrices if _OUTSIDE.search(t.name)]
     if outside and guess_outside:
         names = _first_three([repr(t.name) for t in outside])
         warn_caller(
-            f"Muon orthogonalises {names}, by their names embeddings or heads: Muon suits matrices "
-            "between hidden layers. Name them in others, so that AdamW moves them; if it is meant, pass a function "
+            f"Muon orthogonalises {names}, whose names suggest embeddings or heads, but Muon suits matrices between "
+            "hidden layers. Name them in others, so that AdamW moves them; if you want Muon for them, pass a function "
             "as others"
         )
 

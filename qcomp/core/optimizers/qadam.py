@@ -101,7 +101,7 @@ class QAdam(OneBitAdam):
         if warmup_steps is not None:
             if self.freeze != VarianceStable():
                 raise ValueError(
-                    f"freeze is {self.freeze!r} and warmup_steps is {warmup_steps}; expected one of them"
+                    f"freeze is {self.freeze!r} and warmup_steps is {warmup_steps}; expected only one of them"
                 )
             object.__setattr__(self, "freeze", FreezeAt(warmup_steps))
         super().__post_init__()

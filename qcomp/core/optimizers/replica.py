@@ -562,9 +562,9 @@ def _require_of_any_rank(saved: Saved, world: World) -> None:
     kinds = own_kinds_in(world.replica, saved)
     if kinds:
         raise ValueError(
-            f"the state belongs to rank {saved['rank']} of {saved['size']}; this is rank {world.rank} of {world.size}: "
-            f"its {phrase(kinds)} belong to that rank alone. Load what this rank has saved, or pass a list with the "
-            f"dicts of all {saved['size']} ranks. {CURES}"
+            f"the state belongs to rank {saved['rank']} of {saved['size']}; this is rank {world.rank} of "
+            f"{world.size}: the state's {phrase(kinds)} fit rank {saved['rank']} only. Load the state that this rank "
+            f"has saved, or pass a list with the dicts of all {saved['size']} ranks. {CURES}"
         )
 
 

@@ -51,7 +51,7 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
     several = isinstance(values, list | tuple | Iterator)
     tensors = list(values) if several else [values]
     if not tensors:
-        raise ValueError(f"{argument} is empty; expected an array or a sequence of at least one")
+        raise ValueError(f"{argument} is empty; expected an array, or a sequence of at least one array")
     different = one_of_each_kind(tensors)
     for index, tensor in different:
         require_dense(tensor, f"{argument}[{index}]" if several else argument)
@@ -94,8 +94,8 @@ def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> l
     for index, g in one_of_each_kind(given):
         if g is None:
             raise ValueError(
-                f"grads[{index}] is None: the parameter {names[index]!r} has no gradient in this step; pass zeros for "
-                "it, or leave a parameter that never has one out of params in init and step"
+                f"grads[{index}] is None: the parameter {names[index]!r} has no gradient in this step; pass zeros as "
+                "its gradient, or leave a parameter that never has a gradient out of params in init and step"
             )
         require_dense(g, f"grads[{index}]")
     for index, (g, p) in enumerate(zip(given, params, strict=True)):
@@ -152,8 +152,8 @@ def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:
     expected = compute_dtype_name(dtype_name(p.dtype))
     if computed != expected:
         raise TypeError(
-            f"{which} has dtype {dtype_name(g.dtype)} and the parameter {dtype_name(p.dtype)}; expected one "
-            f"that is computed in {expected}"
+            f"{which} has dtype {dtype_name(g.dtype)}, the parameter {dtype_name(p.dtype)}; expected a gradient that "
+            f"is computed in {expected}"
         )
 
 

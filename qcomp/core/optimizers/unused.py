@@ -103,9 +103,9 @@ def stages_of_used(
 def warn_of_no_gradient(where: str) -> None:
     """Warn that a step has changed nothing, since no parameter had a gradient ``where``."""
     warn_caller(
-        f"no parameter has a gradient {where}, so this optimizer step has changed nothing: call backward before "
-        "step, and zero_grad after it. Or the model has other parameters now than the optimizer, as after "
-        "model.load_state_dict(assign=True) or fully_shard(model): make the optimizer after it"
+        f"no parameter has a gradient {where}, so this optimizer step has changed nothing: call backward before step, "
+        "and zero_grad after step. If the model's parameters have been replaced since the optimizer was made, as by "
+        "model.load_state_dict(assign=True) or fully_shard(model), make another optimizer"
     )
 
 
@@ -193,9 +193,9 @@ def _agreed(used: Sequence[bool], settings: str, state: OptimizerState, like: Ar
     if len(ranks_of) > 1:
         groups = ", and ".join(map(name_ranks, ranks_of.values()))
         raise MismatchError(
-            f"the settings of step {state.step + 1} differ between {groups}: rank {state.rank} has {settings}. What "
-            "changes them, such as a scheduler, must see the same values on all ranks, for instance the mean of "
-            "their losses"
+            f"the settings of step {state.step + 1} differ between {groups}: rank {state.rank} has {settings}. Code "
+            "that changes settings, such as a scheduler, must see the same values on all ranks, for instance the mean "
+            "of their losses"
         )
     return [bool(found >> number & 1) for number in range(len(used))]
 

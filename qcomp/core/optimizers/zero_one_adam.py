@@ -425,9 +425,9 @@ class ZeroOneAdam(Optimizer):
         frozen = int(state.numbers["frozen"])
         if state.stage == "warmup" and not self._plan_of(state.step + 1, frozen, apart=False).exact:
             variance = self._levelled(floored(state.variance, state.exact, self.variance_floor), state)
-            until = "from now on, since it is frozen"
+            until = "from now on, since the variance is frozen"
             if not frozen:
-                until = "before one of variance_steps measures it again"
+                until = "until one of variance_steps measures the variance again"
             warn_of_zeros(state, range(len(state.names)), until)
             state = self.enter(state._replace(variance=variance), "compressed")
         return state

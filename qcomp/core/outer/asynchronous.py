@@ -225,8 +225,8 @@ class Asynchronous:
             )
         if not (yield Create(f"{RANKS}/{rank}", b"")):
             raise ValueError(
-                f"rank is {rank}, which another process of this job uses or has used; expected a new number, also of a "
-                "process that starts again: leave rank out, and a random one is taken"
+                f"rank is {rank}, which another process of this job uses or has used; expected a number that no "
+                "process has used, even after a restart: leave rank out to get a random number"
             )
         residuals = zip(zeros_like(tensors), fresh.exact, strict=True)
         state = AsynchronousState(
@@ -417,7 +417,7 @@ class Asynchronous:
             found = yield Read(sent.name.path)
             if found not in (None, sent.data):
                 raise CommunicatorError(
-                    f"step: rank {state.rank} has sent another contribution {sent.name.number} before: a state was "
+                    f"step: rank {state.rank} has already sent another contribution {sent.name.number}: a state was "
                     "used twice; go on from the last state that step has returned, or call begin"
                 )
         return state._replace(sent=sent._replace(is_there=True), progress=now)
@@ -505,10 +505,11 @@ class Asynchronous:
         raise CommunicatorError(
             f"step: no round could be applied for {now - state.progress:.0f} s after round {state.version}: "
             + (
-                "the next one has closed, but a contribution of it cannot be read"
+                "the next round has closed, but one of its contributions cannot be read"
                 if is_closed
                 else f"the quorum is {self.quorum}, and {name_ranks(here) if here else 'no rank'} contributed (this is "
-                f"rank {state.rank}): others have died, are slower than timeout allows, or see another mailbox"
+                f"rank {state.rank}): other ranks have died, are slower than timeout allows, or use another "
+                "mailbox"
             )
         )
 
@@ -522,9 +523,9 @@ class Asynchronous:
         ):
             given = [name.rank for name, each in zip(names, contributions, strict=True) if each.is_weighted]
             raise MismatchError(
-                f"step: in round {number} {name_ranks(given) if given else 'no rank'} gave a weight, but others of "
-                f"{name_ranks(name.rank for name in names)}, or this rank, did otherwise: pass a weight in every step "
-                "on all ranks, or in none"
+                f"step: {name_ranks(name.rank for name in names)} contributed to round {number}, and "
+                f"{name_ranks(given) if given else 'no rank'} gave a weight; expected a weight from all of these and "
+                "this rank, or from none: pass a weight in every step on all ranks, or in none"
             )
         means = self._means(shared, contributions)
         anchor, moved = self.loop.outer.apply(

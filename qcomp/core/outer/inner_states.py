@@ -105,9 +105,9 @@ class InnerStates:
         traits = self.compressor.traits
         if not traits.lossless and (traits.bucket_size > 1 or traits.random or traits.delta is None):
             raise ValueError(
-                f"compressor is {self.compressor.spec}; expected one whose error in each element is a part of that "
-                "element, such as qcomp.Cast('bfloat16'): others could round a second moment to 0, by which Adam would "
-                "divide"
+                f"compressor is {self.compressor.spec}; expected one whose error in each element is a fraction of "
+                "that element, such as qcomp.Cast('bfloat16'): others could round a second moment to 0, and Adam "
+                "would divide by it"
             )
 
     @cached_property
@@ -130,8 +130,8 @@ class InnerStates:
         """
         if loop.delay:
             raise ValueError(
-                f"the loop has delay={loop.delay}; expected 0 where inner states are averaged: their exchange does not "
-                "travel meanwhile, and would make the ranks wait in the steps that the delay is for"
+                f"the loop has delay={loop.delay}; expected 0 if inner states are averaged: the ranks must wait for "
+                "that exchange, so a delay would save no time"
             )
 
     @property
@@ -269,8 +269,8 @@ class InnerStates:
         for kind in turns:
             if kind not in due_ones and not any(c in "*?[" for c in str(kind)):
                 raise ValueError(
-                    f"every has a period for {kind!r}, which no inner optimizer keeps, unless as copies of parameters; "
-                    f"expected names among {own}, or patterns"
+                    f"every has a period for {kind!r}, but no inner optimizer keeps such a state, except as copies of "
+                    f"parameters; expected names among {own}, or patterns"
                 )
 
     def _common(

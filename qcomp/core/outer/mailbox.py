@@ -258,7 +258,8 @@ class SharedSnapshot(NamedTuple):
             "arrays",
         }:
             raise ValueError(
-                f"{SHARED!r} in the mailbox has a file that is no snapshot of this release: use an empty one"
+                f"the folder {SHARED!r} of the mailbox has a file that is no snapshot of this release: use an empty "
+                "mailbox"
             )
         return head
 
@@ -275,5 +276,5 @@ def require_alike(own: Mapping[str, Any], of_job: Mapping[str, Any]) -> None:
         if own.get(name) != of_job.get(name):
             raise MismatchError(
                 f"{name} is {shown(own.get(name))} here, and {shown(of_job.get(name))} in the job of this mailbox: "
-                "give all ranks the same, or use another mailbox"
+                "give all ranks the same value, or use another mailbox"
             )

@@ -83,7 +83,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         if self.turn == "apply" and self.delay >= self.every // self.fragments:
             raise ValueError(
                 f"delay is {self.delay} with turn='apply'; expected less than every // fragments = "
-                f"{self.every // self.fragments}, so that a fragment is sent after the turn of the one before"
+                f"{self.every // self.fragments}, so that each fragment is sent after the turn of the one before"
             )
         self._require_factors()
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together

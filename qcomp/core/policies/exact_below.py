@@ -35,8 +35,8 @@ def names_of(tensors: Sequence[Tensor]) -> list[str]:
     if not isinstance(tensors, Sequence):
         raise TypeError(
             f"tensors is {tensors!r}; expected a sequence of qcomp.Tensor: optax.inject_hyperparams calls every "
-            "function among the arguments as a schedule, and a policy is none. Inject the learning rate only: "
-            "optax.inject_hyperparams(lambda learning_rate: ...)(learning_rate)"
+            "function among the arguments as a schedule, but a policy is not a schedule. Inject the learning rate "
+            "only: optax.inject_hyperparams(lambda learning_rate: ...)(learning_rate)"
         )
     return [t.name for t in tensors]
 

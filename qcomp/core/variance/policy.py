@@ -92,8 +92,9 @@ class VariancePolicy:
         rule, window = self.rule, round(1 / (1 - _slowest(betas)))
         if isinstance(rule, FreezeAt) and 10 * rule.step < window:
             warn_caller(
-                f"the variance is frozen after {rule.step} steps, but averages over 1 / (1 - b2) = {window}: "
-                f"{optimizer} expects a freeze after at least {-(-window // 10)}, better {3 * window}, or a smaller b2"
+                f"the variance is frozen after {rule.step} steps, but averages over 1 / (1 - b2) = {window} steps: "
+                f"{optimizer} expects a freeze after at least {-(-window // 10)} steps, better {3 * window}, or a "
+                "smaller b2"
             )
 
     def asked(
@@ -114,8 +115,8 @@ class VariancePolicy:
             verdict = verdict._replace(history=())
         if verdict.frozen and rising:
             warn_caller(
-                f"the variance is frozen after {step} steps, while the learning rate still rises: gradients "
-                "change with it. Freeze after the rise"
+                f"the variance is frozen after {step} steps, while the learning rate still rises, which changes the "
+                "gradients. Freeze after the rise"
             )
         patience = getattr(rule, "after", 0) + _PATIENCE * round(1 / (1 - beta2))
         if step == patience and not verdict.frozen and not isinstance(rule, FreezeAt):
@@ -138,7 +139,7 @@ class VariancePolicy:
         late = [i for i, count in enumerate(counts) if count < windows[i]]
         others = [i for i in range(len(counts)) if i not in late]
         state = self._frozen(others, state, betas, counts)
-        warn_of_zeros(state, others, "from now on, since it is frozen")
+        warn_of_zeros(state, others, "from now on, since the variance is frozen")
         return with_late(late, state._replace(stage="compressed", history=()), float(state.step))
 
     def finished(self, state: OptimizerState, betas: Betas, counts: Sequence[int]) -> OptimizerState:
@@ -196,12 +197,16 @@ class VariancePolicy:
         steps = self.watch.rewarm_steps if self.watch else 0
         enough = 3 * round(1 / (1 - beta2))
         cure = (
-            f"Training may diverge, or learn no more: pass watch=VarianceWatch(rewarm_steps={enough}), which "
-            f"then measures the variance again, or freeze later, or raise variance_floor above {self.floor:g}"
+            f"Training may diverge or stop learning: pass watch=VarianceWatch(rewarm_steps={enough}), which measures "
+            f"the variance again in such a case, or freeze later, or raise variance_floor above {self.floor:g}"
         )
         warn_caller(
             f"the variance of {optimizer} no longer fits the gradients: at step {state.step}, {'; '.join(news)}. "
-            + (f"Now makes {steps} exact steps and freezes it again" if steps else cure)
+            + (
+                f"The optimizer now makes {steps} exact steps and freezes the variance again"
+                if steps
+                else cure
+            )
         )
         return self._with_left(steps, state)._replace(stage="rewarm") if steps else state
 
@@ -260,7 +265,7 @@ def warn_of_zeros(state: OptimizerState, tensors: Iterable[int], until: str) -> 
     still = [i for i in tensors if not sums[i] and 0 not in state.variance[i].shape]
     if still:
         warn_caller(
-            f"all gradients of {some(state.names[i] for i in still)} were 0 in the first {state.step} steps, so their "
-            f"variance is 0, and they do not move {until}. If they begin to learn later, make another optimizer for "
-            "them, with another seed"
+            f"all gradients of {some(state.names[i] for i in still)} were 0 in the first {state.step} steps, so "
+            f"their variance is 0, and these parameters do not move {until}. If they begin to learn later, make "
+            "another optimizer for them, with another seed"
         )

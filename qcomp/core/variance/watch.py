@@ -279,7 +279,7 @@ class VarianceWatch:
                 changes[_LEVEL + name] = max(level, square)
         if changes:
             state = state._replace(numbers={**numbers, **changes})
-        says = f"the momentum of {_worst(excess)} is far longer than that variance allows for"
+        says = f"the momentum of {_worst(excess)} is far longer than the frozen variance allows"
         return state, _Finding(max(excess.values(), default=0.0), says)
 
     def _measured(
@@ -342,17 +342,18 @@ class VarianceWatch:
         shrunk = {n: _quotient(1.0, r) for n, r in ratios.items()}
         largest = max(ratios.values(), default=0.0)
         excess = max(total.ratio, largest / _ONE_TENSOR) / self.largest
-        size = f"it would be {ratio:.3g} times the frozen one now"
+        size = f"the current variance is {ratio:.3g} times the frozen one"
         return state, findings | {
             "growth": _Finding(
-                excess, size + (f", that of {_worst(ratios)} {largest:.3g} times" if ratios else "")
+                excess, size + (f", for {_worst(ratios)} {largest:.3g} times" if ratios else "")
             ),
             "shrinkage": _Finding(
                 _quotient(self.smallest, ratio),
-                size + (f", the least that of {_worst(shrunk)}" if shrunk else ""),
+                size + (f", with the smallest ratio for {_worst(shrunk)}" if shrunk else ""),
             ),
             "overlap": _Finding(
-                _quotient(self.overlap, overlap), f"it overlaps with the current one by {overlap:.3g}"
+                _quotient(self.overlap, overlap),
+                f"the overlap of the frozen and the current variance is {overlap:.3g}",
             ),
         }
 

@@ -17,8 +17,8 @@ from qcomp.core.reporting import warn_caller
 from qcomp.private_names.torch import found_inf
 
 NOT_FOR_THIS_MODEL = (
-    "call model.requires_grad_(False) before that forward pass, model.module in it, and model.requires_grad_(True) "
-    "after its backward pass"
+    "call model.requires_grad_(False) before that forward pass, use model.module in that pass, and call "
+    "model.requires_grad_(True) after its backward pass"
 )
 """How to keep a backward pass through a model from counting as the model's own. DistributedDataParallel expects a
 backward pass after each of its forward passes, even in no_sync()."""
@@ -117,9 +117,9 @@ class BlindVariances(BeforeSteps):
         (spec, *_), self._looks = self._blind, 0
         warn_caller(
             f"{type(optimizer).__name__} divides by averages of squared gradients, and gradients compressed by {spec} "
-            "have the same square in all elements of a bucket, so it learns far less than with exact ones: let "
-            "qcomp.torch.OneBitAdam average momenta instead, or compress with 4 bits and more, such as "
-            "qcomp.QSGD(levels=7, bucket_size=128), or take an optimizer without such averages, such as SGD"
+            "have the same square in all elements of a bucket, so it learns far less than with exact gradients: let "
+            "qcomp.torch.OneBitAdam average momenta instead, or compress with at least 4 bits, such as "
+            "qcomp.QSGD(levels=7, bucket_size=128), or use an optimizer without such averages, such as SGD"
         )
 
 

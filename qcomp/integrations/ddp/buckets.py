@@ -352,7 +352,7 @@ class BucketedStep:
             if running.same_everywhere:
                 warn_caller(
                     f"all {self.state.size} ranks have the same gradients in the first backward pass, so averaging "
-                    f"them is in vain: they train on the same data, most likely. {GIVE_OWN_DATA}"
+                    f"changes nothing: most likely they train on the same data. {GIVE_OWN_DATA}"
                 )
             found = [text for part in running.parts for text in part.moved_zeros]
             warn_of_moved_zeros(found, self.optimizer.mean_of(self.state))

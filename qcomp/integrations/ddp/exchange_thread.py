@@ -151,8 +151,8 @@ def require_unoccupied(comm: Verbs, *, by_others_than: ExchangeThread | None = N
         others = [each for each in _busy if each.comm is comm and each is not by_others_than]
     if others:
         raise RuntimeError(
-            "leave out comm, or make a communicator for each model: the backward pass of another model still "
-            f"averages over comm, which is {comm!r}"
+            f"comm is {comm!r}, over which the backward pass of another model still averages: leave out comm, or make "
+            "a communicator for each model"
         )
 
 

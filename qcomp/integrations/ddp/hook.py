@@ -298,7 +298,9 @@ def hook(
     >>> dist.destroy_process_group()
     """
     if isinstance(compressor, Averaging):
-        raise TypeError(f"compressor is {compressor!r}; expected a qcomp.Compressor, and this as averaging=")
+        raise TypeError(
+            f"compressor is {compressor!r}; expected a qcomp.Compressor; pass an Averaging as averaging="
+        )
     require_compressor("compressor", compressor)
     if averaging is None:
         feedback = not compressor.traits.unbiased if feedback is None else feedback

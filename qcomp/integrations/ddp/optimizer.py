@@ -291,7 +291,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         _, now = self._live()
         if now != self._told:
             raise RuntimeError(
-                f"the settings of param_groups were {self._told} in the backward pass, which has used them, and are "
+                f"the settings of param_groups were {self._told} in the backward pass, which has used them, but are "
                 f"{now} now: change them before the backward pass, or after step(), as scheduler.step() does"
             )
 

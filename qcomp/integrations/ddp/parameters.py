@@ -56,8 +56,8 @@ class AveragedParameters:
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise RuntimeError(
-                "wrap the model in DistributedDataParallel again, which does not average the gradient of the "
-                f"parameter {thawed[0]!r}: it requires a gradient now, but did not when the model was wrapped"
+                f"DistributedDataParallel does not average the gradient of the parameter {thawed[0]!r}, which "
+                "requires a gradient now, but did not when the model was wrapped: wrap the model again"
             )
 
     def gradients_in(self, bucket: Any) -> list[tuple[int, Any]]:
@@ -120,8 +120,8 @@ def inside(model: Any) -> Any:
     found = wrapped_in(model)
     if found is None:
         raise TypeError(
-            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel: wrap the model, "
-            "for one rank too. Without it the optimizers of qcomp.torch average in step(), if made without model="
+            f"model is a {type(model).__name__}; expected a torch.nn.parallel.DistributedDataParallel: wrap the "
+            "model, even for one rank. To average in step() instead, make an optimizer of qcomp.torch without model="
         )
     return found
 

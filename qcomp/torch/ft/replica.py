@@ -84,7 +84,9 @@ class QuorumMember(ABC):
     def _require_ready(self) -> elastic.ElasticState:
         """Return the current state; raise unless ``zero_grad`` was called since the last step."""
         if not self._is_ready:
-            raise RuntimeError("call zero_grad before step: zero_grad requests the quorum for the step")
+            raise RuntimeError(
+                "step was called without zero_grad, which requests the quorum for the step: call zero_grad before step"
+            )
         self._is_ready = False
         assert self._held is not None
         return self._held

@@ -85,8 +85,9 @@ class Elastic(QuorumMember):
             raise TypeError(f"optimizer is {optimizer!r}; expected one of qcomp.torch, such as OneBitAdam")
         if optimizer.comm.size != 1 or optimizer._overlapped is not None or optimizer.core_state.step:
             raise ValueError(
-                f"optimizer has made {optimizer.core_state.step} steps over {optimizer.comm!r}; expected a new one on "
-                "this process alone and without model=: make it with comm=qcomp.comm.LocalCommunicator.alone()"
+                f"optimizer has made {optimizer.core_state.step} steps over {optimizer.comm!r}; expected a new "
+                "optimizer on this process alone and without model=: make it with "
+                "comm=qcomp.comm.LocalCommunicator.alone()"
             )
         self.optimizer = optimizer
         self._lost, self._every = lost, every

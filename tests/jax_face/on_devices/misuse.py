@@ -196,12 +196,12 @@ def test_residuals_have_no_derivative():
 @pytest.mark.parametrize(
     ("wrap", "match"),
     [
-        (lambda tx: optax.apply_if_finite(tx, 3), r"inside ApplyIfFiniteState: .*put it behind"),
+        (lambda tx: optax.apply_if_finite(tx, 3), r"inside ApplyIfFiniteState: .*put it after the mean"),
         (lambda tx: optax.MultiSteps(tx, 2), r"inside MultiStepsState: .*add up inside the step"),
         (lambda tx: optax.masked(tx, {"w": True}), r"inside MaskedState: .*keep arrays exact with exact="),
         (
             lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a"}),
-            r"not the one of 'b', whose gradients each device would have for itself",
+            r"not the one of 'b', whose gradients would differ between devices",
         ),
         (
             lambda tx: optax.partition({"a": optax.MultiSteps(tx, 2).gradient_transformation()}, {"w": "a"}),
@@ -249,7 +249,7 @@ def test_gradients_of_another_shape():
     values = stacked(2, 0, SHAPES)
     state, specs = started(tx, mesh_of(2), own(values))
     values["b"] = values["b"][:, :1]
-    with pytest.raises(ValueError, match=r"updates has at 'b' the shape \(1,\); state has \(7,\)"):
+    with pytest.raises(ValueError, match=r"the array of updates at 'b' has shape \(1,\); state has \(7,\)"):
         trace(lambda g, s: tx.update(own(g), s)[0], mesh_of(2), (DATA, specs), values, state)
 
 
