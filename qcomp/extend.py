@@ -52,6 +52,7 @@ from qcomp.core.kernels import (
     Blend,
     Encoded,
     EncodedFrame,
+    FreshNumbers,
     KernelSet,
     StepNumbers,
 )
@@ -151,6 +152,7 @@ __all__ = [
     "Exchange",
     "Field",
     "Frame",
+    "FreshNumbers",
     "Into",
     "KernelSet",
     "Key",

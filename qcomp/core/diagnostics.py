@@ -238,7 +238,7 @@ class Notes:
         if part.terms.blends:
             olds = [self.sample.of(b.m, i) for i, b in enumerate(part.terms.blends)]
             pieces = [
-                primitives.momentum(m, g, b.beta1, b.scale) if g.shape[0] else m
+                primitives.blended(b._replace(m=m), g) if g.shape[0] else m
                 for m, g, b in zip(olds, pieces, part.terms.blends, strict=True)
             ]
         self.signal = array_namespace(pieces[0]).concat(pieces)

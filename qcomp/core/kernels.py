@@ -6,7 +6,7 @@ has no kernel for a compressor, dtype or library, the pure version runs, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -36,6 +36,10 @@ class Blend(NamedTuple):
     beta1: float
     scale: float
     """Factor of the input besides 1 - beta1."""
+    factor: float = 1.0
+    """Factor of the momentum and of the input before they are blended."""
+    weight: float = 1.0
+    """Factor of the blend."""
 
     def cut(self, part: slice) -> Blend:
         """Return the blend of a part of a flat input."""
@@ -64,6 +68,15 @@ class AdamNumbers(NamedTuple):
     step: StepNumbers
 
 
+class FreshNumbers(NamedTuple):
+    """The numbers of the momentum and the fresh variance of 1-bit LAMB."""
+
+    betas: tuple[float, float]
+    eps: float
+    divisor: float
+    """The divisor of the averaged momentum, by which it was multiplied before it was compressed."""
+
+
 class EncodedFrame(NamedTuple):
     """The result of compressing a chunk."""
 
@@ -82,7 +95,8 @@ class KernelSet(Protocol):
     that has a coder, only the plain compressor whose payloads the coder shortens.
 
     A set whose kernels are compiled once for all shapes has the attribute ``any_shape = True``: `qcomp.core.rehearsal`
-    then calls them before training begins.
+    then calls them before training begins. A set whose encoders obey ``factor`` and ``weight`` of a `Blend` has the
+    attribute ``weighs_blends = True``; others get only blends in which both are 1.
     """
 
     name: str
@@ -149,6 +163,12 @@ def kernel_of(name: str, x: Array) -> Callable[..., Any] | None:
     """Return the kernel of a primitive for arrays like x, None if there is none."""
     chooser = _chooser.get() or _automatic
     return None if chooser is _pure else getattr(chooser(x), name, None)
+
+
+def takes_blends(kernels: KernelSet | None, blends: Iterable[Blend]) -> bool:
+    """Return whether the encoders of a set may get these blends."""
+    weighs: bool = getattr(kernels, "weighs_blends", False)
+    return weighs or all(b.factor == 1 and b.weight == 1 for b in blends)
 
 
 def chosen_coders() -> Coders | None:

@@ -4,7 +4,8 @@
 - `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;
 - `average_of_senders`, which is made of `decode`;
 - `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, and `frozen_steps` of the frozen-variance
-  optimizers;
+  optimizers, also as `steps_of_sums` of 0/1 Adam;
+- `adam_directions` and `sums_of_squares` of LAMB, and `fresh_variances` of 1-bit LAMB;
 - `compensate`, `take_low_rank`, `orthonormal` and `next_factors` of PowerSGD, and `in_range` of a rank that is alone.
 
 All else in the core is made of these, or runs once a step on small arrays.
@@ -14,11 +15,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import AdamNumbers, Blend, Encoded, StepNumbers, kernel_of
+from qcomp.core.kernels import (
+    AdamNumbers,
+    Blend,
+    Encoded,
+    FreshNumbers,
+    StepNumbers,
+    chosen,
+    kernel_of,
+    takes_blends,
+)
 from qcomp.core.numeric import low_rank
 from qcomp.core.numeric.arrays import (
     LIMIT,
@@ -41,6 +51,7 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.random import require_key
+from qcomp.core.numeric.sums import sum_of_squares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,11 +61,13 @@ if TYPE_CHECKING:
     from qcomp.core.traits import AnyCompressor, Coder
 
 __all__ = [
+    "adam_directions",
     "adam_step",
     "adam_steps",
     "add_up",
     "average",
     "average_of_senders",
+    "blended",
     "compensate",
     "compress_mean",
     "decode",
@@ -63,6 +76,7 @@ __all__ = [
     "empty_likes",
     "encode",
     "finish_mean",
+    "fresh_variances",
     "frozen_step",
     "frozen_steps",
     "in_range",
@@ -73,6 +87,8 @@ __all__ = [
     "refusal",
     "require_accepted",
     "scale",
+    "steps_of_sums",
+    "sums_of_squares",
     "take_low_rank",
 ]
 
@@ -148,7 +164,7 @@ def encode(
         memory with neither, which is the fastest. x is used up if it is the buffer; the old residual is used up only if
         nothing is out of range.
     blend : Blend, optional
-        Compress the `momentum` of its m and x instead of x; a kernel may do both at once.
+        Compress what x is `blended` into instead of x; a kernel may do both at once.
 
     Returns
     -------
@@ -176,11 +192,13 @@ def encode(
         plain = encode(coder.plain, x, residual, key, out=out, blend=blend)
         return _shortened(coder, plain, math.prod(x.shape))
     kernel = kernel_of("encode", x)
+    if kernel and blend is not None and not takes_blends(chosen(x), [blend]):
+        kernel = None
     encoded: Encoded | None = kernel and kernel(compressor, x, residual, key, out=out, blend=blend)
     if encoded is not None:
         return encoded
     if blend is not None:
-        mixed = momentum(blend.m, x, blend.beta1, blend.scale)
+        mixed = blended(blend, x)
         if out is None and residual is not None and is_mutable(mixed):
             out = mixed
         return encode(compressor, mixed, residual, key, out=out)
@@ -438,6 +456,21 @@ def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
     return beta1 * m + ((1 - beta1) * scale) * g
 
 
+def blended(blend: Blend, x: Array) -> Array:
+    """Return ``weight * momentum(factor * m, factor * x)`` in a new array, where factors of 1 change nothing."""
+    m, beta1, scale, factor, weight = blend
+    if factor != 1:
+        (m,), (x,) = (
+            in_blocks(partial(_times, factor), [y], [empty_like(y)]) for y in (m, to_compute_dtype(x))
+        )
+    mixed = momentum(m, x, beta1, scale)
+    return mixed if weight == 1 else in_blocks(partial(_times, weight), [mixed], [mixed])[0]
+
+
+def _times(factor: float, x: Array) -> tuple[Array]:
+    return (factor * x,)
+
+
 @primitive("m")
 def nesterov(m: Array, g: Array, beta1: float) -> tuple[Array, Array]:
     """Return the new `momentum` m' of m and g, and Nesterov's momentum, which is the `momentum` of m' and g."""
@@ -524,6 +557,36 @@ def frozen_steps(
     return [moved for p, m, v, n in tensors for moved in frozen_steps([p], [m], [v], [n], donate=donate)]
 
 
+@primitive("sums", several=True)
+def steps_of_sums(
+    params: Sequence[Array],
+    sums: Sequence[Array],
+    variances: Sequence[Array],
+    numbers: Sequence[StepNumbers],
+    divisors: Sequence[float],
+    *,
+    donate: bool = False,
+) -> list[tuple[Array, Array]]:
+    """Apply `frozen_step` to sums of momenta, each divided by its divisor; see `frozen_steps`.
+
+    Parameters
+    ----------
+    params, sums, variances, numbers, divisors
+        One for each tensor. The buffers of the sums may be reused.
+    donate : bool
+        Whether new parameters may take the buffers of the old ones.
+    """
+    momenta = [
+        x if by == 1 else in_blocks(partial(_over, by), [x], [empty_like(x)])[0]
+        for x, by in zip(sums, divisors, strict=True)
+    ]
+    return frozen_steps(params, momenta, variances, numbers, donate=donate)
+
+
+def _over(divisor: float, x: Array) -> tuple[Array]:
+    return (divide(x, divisor),)
+
+
 @primitive("momenta", several=True)
 def adam_steps(
     params: Sequence[Array],
@@ -560,21 +623,130 @@ def adam_steps(
 def _whole_adam_step(
     p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers
 ) -> tuple[Array, Array, Array]:
+    m, v = _moments(p, m, v, g, numbers)
+    return adam_step(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
+
+
+def _moments(p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers) -> tuple[Array, Array]:
     beta1, beta2 = numbers.betas
     if numbers.coupled_decay:
         g = g + numbers.coupled_decay * to_compute_dtype(p)
-    m, v = momentum(m, g, beta1, 1.0), momentum(v, g * g, beta2, 1.0)
-    return adam_step(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
+    return momentum(m, g, beta1, 1.0), momentum(v, g * g, beta2, 1.0)
 
 
 def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
     """Return ``p - rate * ((m / correction) / (sqrt(v) + eps) + weight_decay * p)``, in the dtype of p."""
-    rate, correction, eps, weight_decay = numbers
-    values = to_compute_dtype(p)
+    moved = to_compute_dtype(p) - numbers.rate * _direction(p, m, v, numbers)
+    return array_namespace(p).astype(moved, p.dtype, copy=False)
+
+
+def _direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
+    _, correction, eps, weight_decay = numbers
     direction = divide(divide(m, correction), sqrt(v) + eps)
-    if weight_decay:
-        direction = direction + weight_decay * values
-    return array_namespace(p).astype(values - rate * direction, p.dtype, copy=False)
+    return direction + weight_decay * to_compute_dtype(p) if weight_decay else direction
+
+
+@primitive("momenta", several=True)
+def adam_directions(
+    params: Sequence[Array],
+    momenta: Sequence[Array],
+    variances: Sequence[Array],
+    gradients: Sequence[Array],
+    numbers: Sequence[AdamNumbers],
+    *,
+    donate: bool = False,
+) -> list[tuple[Array, Array, Array]]:
+    """Return the direction, momentum and variance of each of several tensors after a step of Adam.
+
+    Parameters
+    ----------
+    params, momenta, variances, gradients, numbers
+        See `adam_steps`.
+    donate : bool
+        Whether the results may take the buffers of the old moments.
+
+    Notes
+    -----
+    The direction is what `adam_steps` multiplies by the rate, in a new array.
+    """
+    tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
+    if len(tensors) == 1:
+        *arrays, own = tensors[0]
+        rooms = [empty_like(x) for x in (momenta[0], momenta[0], variances[0])]
+        d, m, v = in_blocks(partial(_directed, own), arrays, rooms)
+        return [(d, m, v)]
+    return [
+        found
+        for p, m, v, g, n in tensors
+        for found in adam_directions([p], [m], [v], [g], [n], donate=donate)
+    ]
+
+
+def _directed(numbers: AdamNumbers, p: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
+    m, v = _moments(p, m, v, g, numbers)
+    return _direction(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
+
+
+@primitive("arrays", several=True)
+def sums_of_squares(arrays: Sequence[Array]) -> list[float]:
+    """Return the sum of the squares of all elements of each of several arrays; see `sum_of_squares`."""
+    if len(arrays) > 1:
+        return [found for x in arrays for found in sums_of_squares([x])]
+    wide = to_compute_dtype(arrays[0])
+    return [sum_of_squares(wide)] if wide is arrays[0] else sums_of_squares([wide])
+
+
+@primitive("means", several=True)
+def fresh_variances(
+    means: Sequence[Array],
+    momenta: Sequence[Array],
+    variances: Sequence[Array],
+    fresh: Sequence[Array],
+    numbers: Sequence[FreshNumbers],
+    *,
+    donate: bool = False,
+) -> list[tuple[Array, Array, float]]:
+    """Return the momentum, the fresh variance and the growth of each of several tensors.
+
+    Parameters
+    ----------
+    means : sequence of arrays
+        Averaged momenta, each multiplied by its divisor. Their buffers may be reused.
+    momenta, variances, fresh : sequence of arrays
+        The momenta before this step, the frozen variances v, and the variances f that follow the gradients.
+    numbers : sequence of FreshNumbers
+    donate : bool
+        Whether the new fresh variances may take the buffers of the old ones.
+
+    Notes
+    -----
+    m' = mean / divisor where v > 0, else 0, as in `frozen_step`; g = (m' - b1 * m) / (1 - b1); f' is `momentum` of f
+    and g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps), where 0 takes the place of an infinite v:
+    such an element rests, so it has no part in how much the steps of the tensor grow. It is 0 without elements.
+    """
+    tensors = list(zip(means, momenta, variances, fresh, numbers, strict=True))
+    if len(tensors) == 1:
+        *arrays, own = tensors[0]
+        rooms = [empty_like(arrays[2]) for _ in range(3)]
+        m, f, growth = in_blocks(partial(_refreshed, own), arrays, rooms)
+        return [(m, f, float(array_namespace(growth).max(growth)) if math.prod(growth.shape) else 0.0)]
+    return [
+        found
+        for x, m, v, f, n in tensors
+        for found in fresh_variances([x], [m], [v], [f], [n], donate=donate)
+    ]
+
+
+def _refreshed(
+    numbers: FreshNumbers, mean: Array, old: Array, v: Array, f: Array
+) -> tuple[Array, Array, Array]:
+    xp, (beta1, beta2) = array_namespace(mean), numbers.betas
+    m = divide(mean, numbers.divisor) if numbers.divisor != 1 else mean
+    m = xp.where(v > 0, m, xp.zeros_like(m))
+    gradient = divide(m - beta1 * old, 1 - beta1)
+    f = momentum(f, gradient * gradient, beta2, 1.0)
+    finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
+    return m, f, divide(sqrt(finite) + numbers.eps, sqrt(f) + numbers.eps)
 
 
 @primitive("x")

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.kernels import AdamNumbers, Blend, StepNumbers, chosen
+from qcomp.core.kernels import AdamNumbers, Blend, FreshNumbers, StepNumbers, chosen
 from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.primitives import empty_like
@@ -77,4 +77,7 @@ def _step(x: Array) -> None:
     primitives.descend(x, g, 0.0, 0.0)
     primitives.scale(m, 0.0)
     primitives.adam_steps([x], [m], [v], [g], [AdamNumbers((0.5, 0.5), 1.0, 0.0, _STEP)])
+    primitives.adam_directions([x], [m], [v], [g], [AdamNumbers((0.5, 0.5), 1.0, 0.0, _STEP)])
     primitives.frozen_steps([x], [m], [v], [_STEP])
+    primitives.sums_of_squares([g])
+    primitives.fresh_variances([g], [m], [v], [v], [FreshNumbers((0.5, 0.5), 1.0, 1.0)])

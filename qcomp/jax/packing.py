@@ -295,7 +295,7 @@ class PackedCodec(Codec):
         if blends:
             momenta = packing.rows([b.m for b in blends])
             values = {
-                kind: primitives.momentum(momenta[kind], x, *blends[0][1:]) for kind, x in values.items()
+                kind: primitives.blended(blends[0]._replace(m=momenta[kind]), x) for kind, x in values.items()
             }
         numbers = {kind: _numbers(kind, [packing]) for kind in values}
 

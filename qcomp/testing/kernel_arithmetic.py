@@ -9,7 +9,7 @@ import numpy as np
 
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import AdamNumbers, KernelSet, StepNumbers, use_kernels
+from qcomp.core.kernels import AdamNumbers, FreshNumbers, KernelSet, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.testing.inputs import vector
 from qcomp.testing.kernel_memory import LONG, Untouched, around_powers_of_two, laid_out
@@ -73,24 +73,27 @@ def check_steps(kernels: KernelSet, xp: Namespace) -> None:
                 for i in range(round_, round_ + len(tensors))
             ]
             what = f"of tensors of shapes {tensors}, {layout}, donated: {donate}, with {numbers}"
-            for name, steps in (("Adam", _exact_steps), ("Adam with a frozen variance", _frozen_steps)):
+            for name, steps in _OF_SEVERAL.items():
                 expected, got = (
                     steps(chosen, _Tensors(xp, tensors, layout), numbers, donate=donate)
                     for chosen in (None, kernels)
                 )
-                assert got == expected, f"steps of {name} {what}"
+                assert got == expected, f"{name} {what}"
+    _compare_sums_of_squares(kernels, xp)
+    _compare_growths(kernels, xp)
 
 
 class _Tensors:
-    """Parameters, momenta, variances and gradients of several tensors, and the memory around each of them."""
+    """Parameters, momenta, gradients and two variances of several tensors, and the memory around each of them."""
 
     def __init__(self, xp: Namespace, shapes: Sequence[tuple[int, ...]], layout: str) -> None:
         self.arrays: dict[str, list[Any]] = {}
         self.memory: dict[str, list[Any]] = {}
         families = {"params": "gaussian", "momenta": "wide", "variances": "sparse", "gradients": "gaussian"}
+        families["fresh"] = "gaussian"
         for name, family in families.items():
             drawn = [vector(family, math.prod(shape), number) for number, shape in enumerate(shapes)]
-            pairs = [laid_out(xp, np.abs(x) if name == "variances" else x, layout) for x in drawn]
+            pairs = [laid_out(xp, np.abs(x) if name in ("variances", "fresh") else x, layout) for x in drawn]
             self.arrays[name] = [x.reshape(shape) for (x, _), shape in zip(pairs, shapes, strict=True)]
             self.memory[name] = [memory for _, memory in pairs]
 
@@ -107,7 +110,7 @@ def _exact_steps(
     kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
 ) -> list[bytes]:
     """Return parameters, momenta and variances of several tensors after a step."""
-    params, momenta, variances, gradients = tensors.arrays.values()
+    params, momenta, variances, gradients, _ = tensors.arrays.values()
     untouched = tensors.keep("gradients") if donate else tensors.keep(*tensors.arrays)
     with use_kernels(kernels):
         moved = primitives.adam_steps(params, momenta, variances, gradients, numbers, donate=donate)
@@ -119,12 +122,122 @@ def _frozen_steps(
     kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
 ) -> list[bytes]:
     """Return parameters and momenta of several tensors after a step with a frozen variance."""
-    params, momenta, variances, _ = tensors.arrays.values()
+    params, momenta, variances, *_ = tensors.arrays.values()
     untouched = tensors.keep("variances") if donate else tensors.keep("params", "variances")
     with use_kernels(kernels):
         moved = primitives.frozen_steps(params, momenta, variances, [n.step for n in numbers], donate=donate)
     untouched.check()
     return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
+
+
+def _directions(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return directions, momenta and variances of several tensors after a step."""
+    params, momenta, variances, gradients, _ = tensors.arrays.values()
+    untouched = tensors.keep("params", "gradients") if donate else tensors.keep(*tensors.arrays)
+    with use_kernels(kernels):
+        found = primitives.adam_directions(params, momenta, variances, gradients, numbers, donate=donate)
+    untouched.check()
+    return [to_numpy(x).tobytes() for of_tensor in found for x in of_tensor]
+
+
+def _steps_of_sums(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return parameters and momenta of several tensors after a step with sums of momenta, some of them divided by 1."""
+    params, sums, variances, *_ = tensors.arrays.values()
+    untouched = tensors.keep("variances") if donate else tensors.keep("params", "variances")
+    with use_kernels(kernels):
+        moved = primitives.steps_of_sums(
+            params, sums, variances, [n.step for n in numbers], _divisors(numbers), donate=donate
+        )
+    untouched.check()
+    return [to_numpy(x).tobytes() for of_tensor in moved for x in of_tensor]
+
+
+def _fresh_variances(
+    kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
+) -> list[bytes]:
+    """Return momenta, fresh variances and growths of several tensors; the means of the momenta are the gradients."""
+    _, momenta, variances, means, fresh = tensors.arrays.values()
+    kept = "params", "momenta", "variances"
+    untouched = tensors.keep(*kept) if donate else tensors.keep(*kept, "fresh")
+    of_each = zip(numbers, _divisors(numbers), strict=True)
+    settings = [FreshNumbers(n.betas, n.step.eps, divisor) for n, divisor in of_each]
+    with use_kernels(kernels):
+        found = primitives.fresh_variances(means, momenta, variances, fresh, settings, donate=donate)
+    untouched.check()
+    return [
+        x for m, f, growth in found for x in (*(to_numpy(y).tobytes() for y in (m, f)), repr(growth).encode())
+    ]
+
+
+def _divisors(numbers: Sequence[AdamNumbers]) -> list[float]:
+    return [n.variance_correction if i % 2 else 1.0 for i, n in enumerate(numbers)]
+
+
+_OF_SEVERAL = {
+    "steps of Adam": _exact_steps,
+    "steps of Adam with a frozen variance": _frozen_steps,
+    "directions of Adam": _directions,
+    "steps of sums": _steps_of_sums,
+    "fresh variances": _fresh_variances,
+}
+
+
+def _compare_sums_of_squares(kernels: KernelSet, xp: Namespace) -> None:
+    """Compare sums of squares of any order of magnitude, alone and together."""
+    sizes = (
+        (0, 1, 2, 3, 1000, 4097, 32_769, 70_001, 300_007)
+        if is_mutable(to_library(xp, np.zeros(1, np.float32)))
+        else (3, 1000)
+    )
+    for family, scale, bad in (
+        ("gaussian", 1.0, ()),
+        ("wide", 1.0, ()),
+        ("gaussian", 1e-30, ()),
+        ("gaussian", 1e-42, ()),
+        ("gaussian", 1e37, ()),
+        ("gaussian", 0.0, ()),
+        ("gaussian", 1.0, (np.nan,)),
+        ("gaussian", 1.0, (np.inf, np.nan)),
+    ):
+        drawn = [vector(family, size, size) * np.float32(scale) for size in sizes]
+        for x in drawn:
+            for place, value in enumerate(bad[: x.size]):
+                x[x.size // 2 - place] = value
+        arrays = [to_library(xp, x) for x in drawn]
+        found = []
+        for chosen in (None, kernels):
+            with use_kernels(chosen):
+                found.append([*primitives.sums_of_squares(arrays), *primitives.sums_of_squares(arrays[-1:])])
+        assert found[0] == found[1], (
+            f"sums of squares of {sizes} elements, {family} times {scale}, with {bad}"
+        )
+
+
+def _compare_growths(kernels: KernelSet, xp: Namespace) -> None:
+    """Compare growths whose largest element is anywhere, or that are not a number, and infinite variances."""
+    frozen, mean = np.abs(vector("gaussian", 5000, 1)), vector("gaussian", 5000, 2)
+    fresh = frozen * np.linspace(0.9, 1.1, 5000, dtype=np.float32)
+    cases: list[tuple[int, float, float, float]] = [
+        (place, 9.0, 1.0, 1e-8) for place in (0, 1023, 1024, 4999)
+    ]
+    cases += [(3000, np.inf, 1.0, 1e-8), (4000, 0.0, 0.0, 0.0), (4000, 2.0**-120, 2.0**-149, 1e-30)]
+    cases += [(4999, 1 + 2.0**-19, 1.0, 0.0), (2000, 0.5, 1.0, 1e-3)]
+    for place, of_frozen, of_fresh, eps in cases:
+        results = []
+        for chosen in (None, kernels):
+            old, v, f = np.zeros_like(mean), frozen.copy(), fresh.copy()
+            v[place], f[place] = of_frozen, of_fresh
+            x, old, v, f = (to_library(xp, y) for y in (mean, old, v, f))
+            with use_kernels(chosen), np.errstate(all="ignore"):
+                ((_, _, growth),) = primitives.fresh_variances(
+                    [x], [old], [v], [f], [FreshNumbers((0.9, 0.999), eps, 1.0)]
+                )
+            results.append(repr(growth))
+        assert results[0] == results[1], f"growth with {of_frozen} and {of_fresh} at {place}, eps {eps}"
 
 
 def _compare_updates(

@@ -93,7 +93,9 @@ def _encoded(codec: Codec, operands: Operands, tensors: _FlatTensors, way: str, 
         [] if way == _WAYS[0] else tensors.residuals,
         key,
         donate=way == _WAYS[2],
-        blends=[Blend(m, 0.9, 0.7) for m in tensors.momenta] if way == _WAYS[3] else (),
+        blends=[Blend(m, 0.9, 0.7, 1 + 0.3 * i, 1 - 0.1 * i) for i, m in enumerate(tensors.momenta)]
+        if way == _WAYS[3]
+        else (),
     )
 
 

@@ -90,11 +90,13 @@ class _Case(NamedTuple):
     x: Vector
     dtype: str = "float32"
     key: Key = Key(seed=5, step=3, tensor=2, rank=1, hop=1)
-    blend: tuple[float, float] = (0.9, 0.7)
-    """beta1 and scale of the momentum."""
+    blend: tuple[float, ...] = (0.9, 0.7)
+    """The numbers of the blend: beta1 and scale of the momentum, perhaps factors."""
     layout: str = "dense"
 
 
+_WEIGHTED = ((0.9, 0.7, 0.37, 1.0), (0.9, 1.0, 1.0, 2.3), (0.5, 0.3, 3.1, 1e-3))
+"""The numbers of blends with other factors."""
 _WHERE = ("in a new array", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
 """Possible buffers of a new residual."""
 
@@ -199,7 +201,7 @@ def _search(kernels: KernelSet, xp: Namespace, compressor: Compressor, max_examp
         _compare(kernels, xp, case, _WHERE[1:])
     wide = vector("gaussian", 2 * bucket + 5, 1)
     others = [_Case(compressor, wide, key=key) for key in _KEYS]
-    others += [_Case(compressor, wide, blend=blend) for blend in BLENDS]
+    others += [_Case(compressor, wide, blend=blend) for blend in (*BLENDS, *_WEIGHTED)]
     others += [_Case(compressor, x) for x in _ties(compressor)]
     others += [
         _Case(compressor, vector("wide", size, 2))

@@ -28,6 +28,7 @@ class Whole:
     """Kernels that run the pure version and keep every rule of the protocol."""
 
     name = "whole"
+    weighs_blends = True
 
     def takes(self, x):
         return isinstance(x, np.ndarray) and x.dtype == np.float32
@@ -137,6 +138,32 @@ class Whole:
             return moved
         old = zip(params, momenta, variances, strict=True)
         return [tuple(map(write_into, *each)) for each in zip(old, moved, strict=True)]
+
+    def adam_directions(self, params, momenta, variances, gradients, numbers, *, donate):
+        with use_kernels(None):
+            found = primitives.adam_directions(params, momenta, variances, gradients, numbers)
+        if not donate:
+            return found
+        old = zip(momenta, variances, strict=True)
+        return [(d, *map(write_into, own, new)) for own, (d, *new) in zip(old, found, strict=True)]
+
+    def steps_of_sums(self, params, sums, variances, numbers, divisors, *, donate):
+        with use_kernels(None):
+            moved = primitives.steps_of_sums(params, sums, variances, numbers, divisors)
+        return (
+            [(write_into(p, new), m) for p, (new, m) in zip(params, moved, strict=True)] if donate else moved
+        )
+
+    def sums_of_squares(self, arrays):
+        with use_kernels(None):
+            return primitives.sums_of_squares(arrays)
+
+    def fresh_variances(self, means, momenta, variances, fresh, numbers, *, donate):
+        with use_kernels(None):
+            found = primitives.fresh_variances(means, momenta, variances, fresh, numbers)
+        if not donate:
+            return found
+        return [(m, write_into(f, new), growth) for f, (m, new, growth) in zip(fresh, found, strict=True)]
 
     def in_range(self, x):
         flushed = np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
@@ -276,6 +303,13 @@ class OneBeta(Whole):
         return super().encode(compressor, x, residual, key, out=out, blend=blend)
 
 
+class ForgetsFactors(Whole):
+    name = "forgets the factors of a blend"
+
+    def encode(self, *args, blend, **options):
+        return super().encode(*args, blend=blend and blend._replace(factor=1.0, weight=1.0), **options)
+
+
 class NoNewBuffer(Whole):
     """The residual is right, but not in the buffer given for it."""
 
@@ -376,6 +410,7 @@ BROKEN += [
     for kind in (
         SharesScratch,
         OneBeta,
+        ForgetsFactors,
         NoNewBuffer,
         ReturnsWhatWasGiven,
         Pool,
@@ -705,6 +740,67 @@ broken(
 )
 
 
+broken("directions: never couples decay", adam_directions=steps_with(coupled_decay=lambda n: 0.0))
+broken("directions: never decays", adam_directions=steps_with(weight_decay=lambda n: 0.0))
+broken(
+    "directions: multiplies by the rate",
+    adam_directions=lambda self, whole, p, m, v, g, numbers: [
+        (np.float32(n.step.rate) * d, *moments)
+        for n, (d, *moments) in zip(numbers, whole(p, m, v, g, numbers), strict=True)
+    ],
+)
+broken(
+    "sums of squares: in another order",
+    sums_of_squares=lambda self, whole, arrays: [
+        x if not np.isfinite(x) else float(np.sum(np.square(a)))
+        for a, x in zip(arrays, whole(arrays), strict=True)
+    ],
+)
+broken(
+    "sums of squares: without a scale",
+    sums_of_squares=lambda self, whole, arrays: [
+        x if 1e-20 < x < 1e30 else float(np.sum(np.square(a)))
+        for a, x in zip(arrays, whole(arrays), strict=True)
+    ],
+)
+broken(
+    "sums: multiplied by the inverse",
+    steps_of_sums=lambda self, whole, p, sums, v, numbers, divisors: whole(
+        p,
+        [np.float32(1 / by) * x for x, by in zip(sums, divisors, strict=True)],
+        v,
+        numbers,
+        [1.0] * len(divisors),
+    ),
+)
+broken(
+    "fresh: never divides",
+    fresh_variances=lambda self, whole, x, m, v, f, numbers: whole(
+        x, m, v, f, [n._replace(divisor=1.0) for n in numbers]
+    ),
+)
+broken(
+    "fresh: looks at the first thousand elements only",
+    fresh_variances=lambda self, whole, x, m, v, f, numbers: [
+        (new_m, new_f, growth_of(old.reshape(-1)[:1000], new_f.reshape(-1)[:1000], n.eps))
+        for (new_m, new_f, _), old, n in zip(whole(x, m, v, f, numbers), v, numbers, strict=True)
+    ],
+)
+broken(
+    "fresh: elements with an infinite variance grow",
+    fresh_variances=lambda self, whole, x, m, v, f, numbers: [
+        (new_m, new_f, growth_of(old, new_f, n.eps))
+        for (new_m, new_f, _), old, n in zip(whole(x, m, v, f, numbers), v, numbers, strict=True)
+    ],
+)
+
+
+def growth_of(v, f, eps):
+    """Return the largest growth of any element, also of those with an infinite variance."""
+    with np.errstate(all="ignore"):
+        return float(((np.sqrt(v) + np.float32(eps)) / (np.sqrt(f) + np.float32(eps))).max(initial=0))
+
+
 class AlwaysDonates(Whole):
     """Overwrites the buffers of parameters and moments, donated or not."""
 
@@ -780,7 +876,14 @@ def pure_results():
 OF_VECTORS = {"encode", "decode", "average", "compress_mean"}
 OF_CHUNKS = {"encode_frames", "decode_frames", "average_frame", "compress_mean_frame"}
 OF_LAWS = {
-    "steps of Adam": {"adam_steps", "frozen_steps"},
+    "steps of Adam": {
+        "adam_steps",
+        "frozen_steps",
+        "adam_directions",
+        "sums_of_squares",
+        "steps_of_sums",
+        "fresh_variances",
+    },
     "matrices of low rank": {"orthonormal", "next_factor", "take_low_rank"},
 }
 

@@ -1,6 +1,6 @@
 """Steps that may overwrite the parameters and state passed to them."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import pytest
 import qcomp
 from qcomp.core.errors import NonFiniteError
 
+STEPS = 12
 SHAPES = ((40, 5), (), (0,), (1030,), (7,))
 
 
@@ -31,13 +32,18 @@ def drawn(as_array, step):
     return [as_array(np.asarray(rng.standard_normal(shape), dtype=np.float32)) for shape in SHAPES]
 
 
+def arrays_of(state):
+    """Return the moments, and the arrays of the optimizer and its watch."""
+    return *state.momentum, *state.variance, *chain.from_iterable(state.arrays.values())
+
+
 def states(opt, as_array, *, donate):
-    """Return the bytes of parameters and moments after each of some steps, and whether they were updated in place."""
+    """Return the bytes of parameters and arrays after each of some steps, and whether they were updated in place."""
     comm = qcomp.comm.LocalCommunicator.alone()
     params = drawn(as_array, 0)
     state, found, in_place = opt.init(params, comm), [], []
-    for step in range(1, 7):
-        given = [(x, np.asarray(x).copy()) for x in (*params, *state.momentum, *state.variance)]
+    for step in range(1, STEPS + 1):
+        given = [(x, np.asarray(x).copy()) for x in (*params, *arrays_of(state))]
         grads = drawn(as_array, step)
         sent = [np.asarray(g).copy() for g in grads]
         new, state = opt.step(params, grads, state, comm, donate=donate)
@@ -46,7 +52,7 @@ def states(opt, as_array, *, donate):
             assert all(np.array_equal(np.asarray(x), old) for x, old in given)
         in_place.append(np.shares_memory(np.asarray(new[0]), np.asarray(params[0])))
         params = new
-        found.append([np.asarray(x).tobytes() for x in (*params, *state.momentum, *state.variance)])
+        found.append([np.asarray(x).tobytes() for x in (*params, *arrays_of(state))])
     return found, in_place
 
 
@@ -74,8 +80,8 @@ def test_donation_changes_no_bit(kernels, as_array, opt):
 def test_kernels_write_into_donated_arrays(as_array, opt):
     pytest.importorskip("numba")
     with qcomp.backends.use("numba"):
-        assert states(opt, as_array, donate=True)[1] == [True] * 6
-        assert states(opt, as_array, donate=False)[1] == [False] * 6
+        assert states(opt, as_array, donate=True)[1] == [True] * STEPS
+        assert states(opt, as_array, donate=False)[1] == [False] * STEPS
 
 
 @pytest.mark.parametrize("warm_up", [0, 4])

@@ -1,4 +1,4 @@
-"""Steps of Adam for several tensors at once: `adam_steps` and `frozen_steps` of `qcomp.core.primitives`.
+"""Steps of Adam for several tensors at once: `adam_steps`, `adam_directions` and `frozen_steps` of the primitives.
 
 Adam: m' = b1 * m + (1 - b1) * g; v' = b2 * v + (1 - b2) * (g * g); with a frozen variance: m' = m where v > 0, else 0.
 p' = p - rate * ((m' / correction) / (sqrt(v') + eps) [+ decay * p]), each operation rounded as in NumPy's expression.
@@ -18,7 +18,7 @@ import numpy as np
 
 from qcomp.backends.numba_cpu import threads
 from qcomp.backends.numba_cpu.jit import Floats, Kernel, Longs, borrow, inline, kernel
-from qcomp.backends.numba_cpu.primitives import ZERO, F, mix
+from qcomp.backends.numba_cpu.primitives import ZERO, F, mix, mix_into
 from qcomp.backends.numba_cpu.tables import floats_at
 from qcomp.core.kernels import AdamNumbers, StepNumbers
 
@@ -30,7 +30,11 @@ Table = Longs | Sequence[Sequence[int]]
 
 
 def frozen_steps(
-    tensors: Table, sizes: Sequence[int], numbers: Sequence[StepNumbers], dtype: np.dtype[Any]
+    tensors: Table,
+    sizes: Sequence[int],
+    numbers: Sequence[StepNumbers],
+    divisors: Sequence[float],
+    dtype: np.dtype[Any],
 ) -> None:
     """Make a step with a frozen variance for each of several tensors.
 
@@ -41,14 +45,23 @@ def frozen_steps(
     sizes : sequence of int
         Elements of each tensor.
     numbers : sequence of StepNumbers
+    divisors : sequence of float
+        The divisor of each m, whose array is used up unless this is 1.
     dtype : dtype
         The dtype of all arrays.
     """
-    _run(_frozen_steps, tensors, sizes, [(*step, step.weight_decay != 0) for step in numbers], dtype)
+    of_each = zip(numbers, divisors, strict=True)
+    rows = [(*step, step.weight_decay != 0, divisor, divisor != 1) for step, divisor in of_each]
+    _run(_frozen_steps, tensors, sizes, rows, dtype)
 
 
 def adam_steps(
-    tensors: Table, sizes: Sequence[int], numbers: Sequence[AdamNumbers], dtype: np.dtype[Any]
+    tensors: Table,
+    sizes: Sequence[int],
+    numbers: Sequence[AdamNumbers],
+    dtype: np.dtype[Any],
+    *,
+    moves: bool = True,
 ) -> None:
     """Make a step of Adam for each of several tensors.
 
@@ -56,12 +69,14 @@ def adam_steps(
     ----------
     tensors : Table
         The addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v: the old ones, or
-        three others.
+        three others. Directions never take the place of p.
     sizes : sequence of int
         Elements of each tensor.
     numbers : sequence of AdamNumbers
     dtype : dtype
         The dtype of all arrays.
+    moves : bool
+        Whether the array for the new p receives the new p, or the direction along which a rate would move p.
     """
     rows = [
         (
@@ -74,6 +89,7 @@ def adam_steps(
             1 - beta1,
             beta2,
             1 - beta2,
+            moves,
         )
         for n in numbers
         for beta1, beta2 in [n.betas]
@@ -123,6 +139,13 @@ def _mask(m: Floats, v: Floats, out: Floats) -> None:
 
 
 @inline
+def divide(m: Floats, divisor: np.float32) -> None:
+    """Divide an array in place."""
+    for i in range(m.size):
+        m[i] = m[i] / divisor
+
+
+@inline
 def _add_decay(p: Floats, g: Floats, decay: np.float32, out: Floats) -> None:
     for i in range(out.size):
         out[i] = g[i] + decay * p[i]
@@ -146,6 +169,25 @@ def _move(
     else:
         for i in range(out.size):
             out[i] = p[i] - rate * _direction(m[i], v[i] / variance_correction, correction, eps)
+
+
+@inline
+def _direct(
+    p: Floats, m: Floats, v: Floats, step: Floats, variance_correction: np.float32, out: Floats
+) -> None:
+    correction, eps, decay = step[1], step[2], step[3]
+    if step[4] != ZERO:
+        for i in range(out.size):
+            out[i] = _direction(m[i], v[i] / variance_correction, correction, eps) + decay * p[i]
+    else:
+        for i in range(out.size):
+            out[i] = _direction(m[i], v[i] / variance_correction, correction, eps)
+
+
+@inline
+def _mix_squares_into(v: Floats, g: Floats, keep: np.float32, new: np.float32) -> None:
+    for i in range(v.size):
+        v[i] = keep * v[i] + new * (g[i] * g[i])
 
 
 @inline
@@ -200,7 +242,9 @@ def _frozen_steps(
             floats_at(old_m + at, size, numbers),
             floats_at(addresses[row + 2] + at, size, numbers),
         )
-        step = numbers[row : row + 5]
+        step = numbers[7 * tensor : 7 * tensor + 7]
+        if step[6] != ZERO:
+            divide(m, step[5])
         if new_p == old_p and new_m == old_m:
             _frozen_in_place(p, m, v, step)
             continue
@@ -229,7 +273,7 @@ def _adam_steps(
             floats_at(addresses[row + 2] + at, size, numbers),
             floats_at(addresses[row + 3] + at, size, numbers),
         )
-        step = numbers[12 * tensor : 12 * tensor + 12]
+        step = numbers[13 * tensor : 13 * tensor + 13]
         if step[7] != ZERO:
             _add_decay(p, g, step[6], scratch[:size])
             g = scratch[:size]
@@ -240,7 +284,14 @@ def _adam_steps(
         new_v = floats_at(addresses[row + 6] + at, size, numbers)
         if addresses[row] == addresses[row + 4]:
             _adam_in_place(p, m, v, g, step)
+            continue
+        if addresses[row + 1] == addresses[row + 5]:
+            mix_into(m, g, step[8], step[9])
+            _mix_squares_into(v, g, step[10], step[11])
         else:
             mix(m, g, step[8], step[9], new_m)
             _mix_squares(v, g, step[10], step[11], new_v)
+        if step[12] != ZERO:
             _move(p, new_m, new_v, step, step[5], new_p)
+        else:
+            _direct(p, new_m, new_v, step, step[5], new_p)

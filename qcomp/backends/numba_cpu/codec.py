@@ -25,15 +25,9 @@ from qcomp.backends.numba_cpu.tables import (
     encoded_vectors,
 )
 from qcomp.backends.numba_cpu.vectors import largest_sum
+from qcomp.core.kernels import Blend
 from qcomp.core.numeric.arrays import LIMIT
 from qcomp.core.numeric.random import Key
-
-Weights = tuple[float, float]
-"""keep and new, rounded to the dtype of x: with a momentum m, keep * m + new * x is compressed instead of x."""
-NO_MOMENTUM: Weights = (0.0, 0.0)
-
-Mix = tuple[Floats, float, float]
-"""m, keep and new: keep * m + new * x is compressed instead of x; m has the shape of x."""
 
 BLOCK = 1 << 17
 """Elements of a block: few enough for a second-level cache of 1 MiB, and enough to make the cost of kernel calls
@@ -43,8 +37,8 @@ _SAFE = LIMIT / 2
 """Rounding cannot raise a sum below this to the limit."""
 
 
-EncodeRun = Callable[[ToEncode, int, Weights, int, int], int]
-"""``run(vectors, mode, weights, first, last)`` compresses a run of buckets of some vectors. The modes are those of
+EncodeRun = Callable[[ToEncode, int, int, int], int]
+"""``run(vectors, mode, first, last)`` compresses a run of buckets of some vectors. The modes are those of
 `qcomp.backends.numba_cpu.primitives`. It returns the first bucket with a value that is too large, or -1."""
 DecodeRun = Callable[[Decoded, bool, bool, bool, int, int], None]
 """``run(vectors, accumulate, streams, finish, first, last)`` adds up the payloads of a run of buckets, in the order of
@@ -61,12 +55,10 @@ def encode_run(
     that no other thread uses. ``scratch`` is how many floats the kernel needs besides those for a bucket.
     """
 
-    def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
+    def run(vectors: ToEncode, mode: int, first: int, last: int) -> int:
         rows, ends, dtype = vectors
         room, given = np.empty(bucket_size + scratch, dtype), own(dtype) if callable(own) else own
-        failed: int = kernel.of(dtype).compiled(
-            rows, ends, mode, *weights, bucket_size, given, first, last, room
-        )
+        failed: int = kernel.of(dtype).compiled(rows, ends, mode, bucket_size, given, first, last, room)
         return failed
 
     return run
@@ -108,21 +100,26 @@ class Encoder(NamedTuple):
     """Elements of x in a bucket."""
     x: Floats
     vectors: ToEncode
-    weights: Weights | None
-    """The weights of the momentum and of x in their blend, or None without a momentum."""
+    blends: bool
+    """Whether x is blended into a momentum."""
 
 
 def encoder_of(
-    run: EncodeRun, bucket_size: int, x: Floats, data_out: Bytes, blend: Mix | None, bucket: int = 0
+    run: EncodeRun,
+    bucket_size: int,
+    x: Floats,
+    data_out: Bytes,
+    blend: tuple[Floats, Blend] | None,
+    bucket: int = 0,
 ) -> Encoder:
-    """Return the encoder of one array, whose draws begin at bucket ``bucket``."""
-    m, weights = (None, None) if blend is None else (blend[0], blend[1:])
-    return Encoder(run, bucket_size, x, encoded_vectors(x, bucket_size, data_out, m, bucket), weights)
+    """Return the encoder of one array, whose draws begin at bucket ``bucket``; ``blend`` has a flat view of its m."""
+    vectors = encoded_vectors(x, bucket_size, data_out, blend, bucket)
+    return Encoder(run, bucket_size, x, vectors, blend is not None)
 
 
-def run_encoder(run: EncodeRun, bucket_size: int, vectors: ToEncode, mode: int, weights: Weights) -> bool:
+def run_encoder(run: EncodeRun, bucket_size: int, vectors: ToEncode, mode: int) -> bool:
     """Compress vectors in as many threads as are worthwhile; return whether no value was too large."""
-    work = partial(run, vectors, mode, weights)
+    work = partial(run, vectors, mode)
     return max(threads.run(work, int(vectors.ends[-1]), bucket_size)) < 0
 
 
@@ -152,16 +149,15 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
         False if x plus the residual holds a NaN or a magnitude of at least 2**100. Then the payload is garbage. A
         donated residual is unchanged; a donated x is lost.
     """
-    weights = NO_MOMENTUM if encoder.weights is None else encoder.weights
     if residual is None or residual_out is None:
-        return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, NO_RESIDUAL, weights)
+        return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, NO_RESIDUAL)
     if residual_out is encoder.x:
-        assert encoder.weights is None
+        assert not encoder.blends
         mode = OVER_INPUT
     elif residual_out is not residual:
         mode = FRESH
     else:
-        if encoder.weights is not None or not largest_sum(encoder.x, residual) < _SAFE:  # also for a NaN
+        if encoder.blends or not largest_sum(encoder.x, residual) < _SAFE:  # also for a NaN
             # A value may be too large, and then the residual must not change. So try with another buffer.
             beside = np.empty_like(residual)
             accepted = encode(encoder, residual, beside)
@@ -171,7 +167,7 @@ def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | Non
         mode = IN_PLACE
     encoder.vectors.rows[0, RESIDUAL] = address(residual)
     encoder.vectors.rows[0, RESIDUAL_OUT] = address(residual_out)
-    return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, mode, weights)
+    return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, mode)
 
 
 def average(decode: DecodeRun, bucket_size: int, vectors: Decoded) -> None:
@@ -214,7 +210,7 @@ def compress_mean(
         for start in range(first, last, block):
             stop = min(start + block, last)
             decode(received, False, False, True, start, stop)
-            if encode(sent, mode, NO_MOMENTUM, start, stop) >= 0:
+            if encode(sent, mode, start, stop) >= 0:
                 return False
         return True
 

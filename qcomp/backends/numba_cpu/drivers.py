@@ -24,7 +24,7 @@ from qcomp.backends.numba_cpu.primitives import (
     load,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import input_vectors, input_weights, output_vectors, run_of
 
 Own = tuple[Any, ...]
 """A family's own arguments of a kernel."""
@@ -64,8 +64,6 @@ def encoder(
         rows: Longs,
         ends: Longs,
         mode: int,
-        keep: np.float32,
-        new: np.float32,
         bucket_size: int,
         own: Own,
         first: int,
@@ -79,7 +77,7 @@ def encoder(
         while first < last:
             vector, begin, end = run_of(ends, vector, first, last)
             x, residual, out, m, data = input_vectors(rows, vector, room)
-            source: Source = x, residual, out, mode, m, keep, new, TINY
+            source: Source = x, residual, out, mode, m, input_weights(rows, vector, room), TINY
             fields = layout(x.size, bucket_size, own)
             for bucket in range(begin, end):
                 start = bucket * bucket_size
@@ -96,7 +94,7 @@ def encoder(
             first += end - begin
         return -1
 
-    signature = f"int64(table, i64, int64, float32, float32, int64, Tuple({own}), int64, int64, f32)"
+    signature = f"int64(table, i64, int64, int64, Tuple({own}), int64, int64, f32)"
     return kernel(signature, name)(encode)
 
 

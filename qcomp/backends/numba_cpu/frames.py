@@ -17,11 +17,13 @@ from qcomp.backends.numba_cpu.qsgd import qsgd_kernels
 from qcomp.backends.numba_cpu.sign import sign_kernels
 from qcomp.backends.numba_cpu.stream import pays
 from qcomp.backends.numba_cpu.tables import (
+    BUCKET,
     DATA,
     OUT,
     RESIDUAL,
     RESIDUAL_OUT,
     VALUES,
+    WEIGHTS,
     Decoded,
     ToEncode,
     ends_of,
@@ -96,11 +98,22 @@ class Alike(NamedTuple):
     dtype: np.dtype[Any]
     """The dtype of the tensors."""
 
-    def encoded(self, addresses: Mapping[int, Longs], messages: Longs, first_bucket: int) -> ToEncode:
-        """Return the segments as a table, given the addresses of the messages and, for each column, of all tensors."""
+    def encoded(
+        self,
+        addresses: Mapping[int, Longs],
+        messages: Longs,
+        first_bucket: int,
+        weights: Longs | None = None,
+    ) -> ToEncode:
+        """Return the segments as a table, given the addresses of the messages and, for each column, of all tensors.
+
+        ``weights`` are the `weights_of` the blend of each tensor.
+        """
         rows = self._into(messages, first_bucket)
         for column, of_tensors in addresses.items():
             rows[:, column] = of_tensors[self.positions] + self.starts
+        if weights is not None:
+            rows[:, WEIGHTS] = weights[self.positions]
         return ToEncode(rows, self.ends, self.dtype)
 
     def encoded_alone(self, values: Longs, residuals: Longs, messages: Longs, first_bucket: int) -> ToEncode:
@@ -128,7 +141,7 @@ class Alike(NamedTuple):
         rows = self.sent.copy()
         rows[:, DATA] = messages[self.frames] + self.offsets
         if first_bucket:
-            rows[:, -1] += first_bucket
+            rows[:, BUCKET] += first_bucket
         return rows
 
 
@@ -244,7 +257,7 @@ def _group(
         frames=_longs([s.of_frame for s in own]),
         starts=_longs([dtype.itemsize * s.start for s in own]),
         offsets=_longs([s.offset for s in own]),
-        sent=_longs([(0, 0, 0, 0, 0, s.size, s.nbytes, s.bucket) for s in own]),
+        sent=_longs([(0, 0, 0, 0, 0, s.size, s.nbytes, s.bucket, 0, 0, 0, 0) for s in own]),
         received=_longs([(0, s.size, s.nbytes) for s in own]),
         ends=ends_of([s.size for s in own], kernels.bucket_size),
         dtype=dtype,

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import CompressorKernels, Weights
+from qcomp.backends.numba_cpu.codec import CompressorKernels
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.primitives import (
     EXACT_LIMIT,
@@ -21,14 +21,21 @@ from qcomp.backends.numba_cpu.primitives import (
     NO_RESIDUAL,
     ZERO,
     F,
+    blend,
     by_width,
     finish,
     largest,
     load,
-    mix,
 )
 from qcomp.backends.numba_cpu.stream import finish_streams, stream
-from qcomp.backends.numba_cpu.tables import Decoded, ToEncode, input_vectors, output_vectors, run_of
+from qcomp.backends.numba_cpu.tables import (
+    Decoded,
+    ToEncode,
+    input_vectors,
+    input_weights,
+    output_vectors,
+    run_of,
+)
 
 RUN = 1 << 10
 """Elements that the kernels treat as a bucket, few enough to stay in the first-level cache."""
@@ -38,9 +45,9 @@ RUN = 1 << 10
 def identity_kernels() -> CompressorKernels:
     """Return the kernels of `qcomp.Identity`."""
 
-    def encode(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
+    def encode(vectors: ToEncode, mode: int, first: int, last: int) -> int:
         *table, dtype = vectors
-        failed: int = _encode.of(dtype).compiled(*table, mode, *weights, first, last, np.empty(RUN, dtype))
+        failed: int = _encode.of(dtype).compiled(*table, mode, first, last, np.empty(RUN, dtype))
         return failed
 
     def decode(
@@ -75,13 +82,11 @@ def _accumulate(values: Floats, out: Floats) -> None:
         out[i] += values[i]
 
 
-@kernel("int64(table, i64, int64, float32, float32, int64, int64, f32)")
+@kernel("int64(table, i64, int64, int64, int64, f32)")
 def _encode(
     rows: Longs,
     ends: Longs,
     mode: int,
-    keep: np.float32,
-    new: np.float32,
     first: int,
     last: int,
     scratch: Floats,
@@ -93,13 +98,14 @@ def _encode(
     while first < last:
         vector, begin, end = run_of(ends, vector, first, last)
         x, residual, out, m, data = input_vectors(rows, vector, scratch)
+        weights = input_weights(rows, vector, scratch)
         for run in range(begin, end):
             start, stop = run * RUN, min((run + 1) * RUN, x.size)
             if mode != NO_RESIDUAL:
-                p = load((x, residual, out, mode, m, keep, new, tiny), start, stop, stop - start, scratch)
+                p = load((x, residual, out, mode, m, weights, tiny), start, stop, stop - start, scratch)
             elif m.size > 0:
                 p = scratch[: stop - start]
-                mix(m[start:stop], x[start:stop], keep, new, p)
+                blend(x[start:stop], m[start:stop], weights, p, ZERO)
             else:
                 p = x[start:stop]
             if not largest(p) < limit:

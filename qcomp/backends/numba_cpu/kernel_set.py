@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from qcomp.backends.numba_cpu.adam import adam_steps, frozen_steps
 from qcomp.backends.numba_cpu.codec import (
-    NO_MOMENTUM,
     CompressorKernels,
     average,
     compress_mean,
@@ -25,7 +24,8 @@ from qcomp.backends.numba_cpu.codec import (
     run_encoder,
 )
 from qcomp.backends.numba_cpu.frames import kernels_of, plan_of
-from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs
+from qcomp.backends.numba_cpu.jit import Bytes, Floats
+from qcomp.backends.numba_cpu.lamb import fresh_variances, sums_of_squares
 from qcomp.backends.numba_cpu.low_rank import compensate, next_factor, orthonormal, take_low_rank
 from qcomp.backends.numba_cpu.memory import empties, empty, message
 from qcomp.backends.numba_cpu.primitives import FRESH, NO_RESIDUAL, OVER_INPUT
@@ -43,9 +43,11 @@ from qcomp.backends.numba_cpu.tables import (
     decoded_vectors,
     encoded_vectors,
     is_of_torch,
+    table_of,
+    weights_of,
 )
 from qcomp.backends.numba_cpu.vectors import descend, finish_mean, in_range, momentum, nesterov, scale
-from qcomp.core.kernels import AdamNumbers, Blend, Encoded, EncodedFrame, StepNumbers
+from qcomp.core.kernels import AdamNumbers, Blend, Encoded, EncodedFrame, FreshNumbers, StepNumbers
 from qcomp.core.mean.framing import Frame
 from qcomp.core.numeric.arrays import Array, dtype_name, to_compute_dtype
 from qcomp.core.numeric.random import Key
@@ -63,6 +65,7 @@ class NumbaKernels:
 
     name = "numba"
     any_shape = True
+    weighs_blends = True
 
     def takes(self, x: Any) -> bool:
         """Return whether x is a NumPy array or a tensor on the CPU, of a dtype that can be compressed."""
@@ -87,7 +90,7 @@ class NumbaKernels:
         m = None if blend is None else _values(blend.m, values.dtype)
         if (residual is not None and old is None) or (blend is not None and (m is None or out is x)):
             return None
-        mixed = None if blend is None or m is None else (m, blend.beta1, (1 - blend.beta1) * blend.scale)
+        mixed = None if blend is None or m is None else (m, blend)
         data = _payload(compressor, values)
         kernels = kernels_of(compressor)
         run = None if kernels is None else kernels.encode(key)
@@ -200,18 +203,19 @@ class NumbaKernels:
         """Compress all segments of some chunks, with one kernel call for each compressor."""
         plan = plan_of(tuple(frames))
         donated, mode = outs is tensors, NO_RESIDUAL
-        momenta, betas, factors = zip(*blends, strict=True) if blends else ((), (), ())
-        if plan.groups is None or (blends and donated) or len({*zip(betas, factors, strict=True)}) > 1:
+        if plan.groups is None or (blends and donated):
             return None
         found: dict[int, Any] = {VALUES: addresses(tensors, plan.dtype, plan.tensors)}
         if residuals:
             mode = OVER_INPUT if donated else FRESH
             found[RESIDUAL] = addresses(residuals, plan.dtype, plan.tensors)
             found[RESIDUAL_OUT] = addresses(outs, plan.dtype, plan.tensors, written=True)
-        weights = NO_MOMENTUM
-        if blends:
-            found[MOMENTUM] = addresses(momenta, plan.dtype, plan.tensors)
-            weights = betas[0], (1 - betas[0]) * factors[0]
+        weights = None
+        if blends and plan.tensors:
+            if len(plan.tensors) < len(blends):
+                blends = [blends[number] for number in plan.tensors]
+            momenta, *_ = zip(*blends, strict=True)
+            found[MOMENTUM], weights = addresses(momenta, plan.dtype), weights_of(blends)
         if NoneType in map(type, found.values()):
             return None
         messages = list(map(message, map(_NBYTES, frames), plan.gaps))
@@ -220,8 +224,8 @@ class NumbaKernels:
             run = group.kernels.encode(key)
             if run is None:
                 return None
-            vectors = group.encoded(found, to, key.bucket)
-            if not run_encoder(run, group.kernels.bucket_size, vectors, mode, weights):
+            vectors = group.encoded(found, to, key.bucket, weights)
+            if not run_encoder(run, group.kernels.bucket_size, vectors, mode):
                 if donated:
                     raise refusal(group.compressor)
                 return None  # the pure version raises
@@ -345,18 +349,31 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
         """Return the parameters, in new arrays or in their own, and the masked momenta in the momenta's buffers."""
+        return self.steps_of_sums(params, momenta, variances, numbers, [1.0] * len(numbers), donate=donate)
+
+    def steps_of_sums(
+        self,
+        params: Sequence[Array],
+        sums: Sequence[Array],
+        variances: Sequence[Array],
+        numbers: Sequence[StepNumbers],
+        divisors: Sequence[float],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array]] | None:
+        """Return the same for sums of momenta, with a divisor for each."""
         dtype = computed_dtype(params[0].dtype)
         if dtype is None:
             return None
         moved = (
             params if donate and _are_writable(params) else _empties(params[0], map(_SHAPE, params), dtype)
         )
-        table = _table((params, momenta, variances), (moved, momenta), dtype)
+        table = table_of((params, sums, variances), (moved, sums), dtype)
         if table is None:
             return None
-        frozen_steps(*table, numbers, dtype)
-        _tell_torch([*momenta, *(params if donate else ())])
-        return list(zip(moved, momenta, strict=True))
+        frozen_steps(*table, numbers, divisors, dtype)
+        _tell_torch([*sums, *(params if donate else ())])
+        return list(zip(moved, sums, strict=True))
 
     def adam_steps(
         self,
@@ -369,19 +386,51 @@ class NumbaKernels:
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
         """Return parameters, momenta and variances in new arrays, or in their own."""
-        dtype = computed_dtype(params[0].dtype)
+        return _adam(params, (momenta, variances), gradients, numbers, donate=donate, moves=True)
+
+    def adam_directions(
+        self,
+        params: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        gradients: Sequence[Array],
+        numbers: Sequence[AdamNumbers],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array, Array]] | None:
+        """Return directions in new arrays, momenta and variances in new arrays, or in their own."""
+        return _adam(params, (momenta, variances), gradients, numbers, donate=donate, moves=False)
+
+    def sums_of_squares(self, arrays: Sequence[Array]) -> list[float] | None:
+        """Return the sum of the squares of the elements of each array."""
+        dtype = computed_dtype(arrays[0].dtype)
+        at = None if dtype is None else addresses(arrays, dtype)
+        if dtype is None or at is None:
+            return None
+        return sums_of_squares(at, list(map(math.prod, map(_SHAPE, arrays))), dtype)
+
+    def fresh_variances(
+        self,
+        means: Sequence[Array],
+        momenta: Sequence[Array],
+        variances: Sequence[Array],
+        fresh: Sequence[Array],
+        numbers: Sequence[FreshNumbers],
+        *,
+        donate: bool,
+    ) -> list[tuple[Array, Array, float]] | None:
+        """Return the momenta in the buffers of the means, and the fresh variances in new arrays, or in their own."""
+        dtype = computed_dtype(means[0].dtype)
         if dtype is None:
             return None
-        moved: tuple[Sequence[Array], ...] = (params, momenta, variances)
-        if not (donate and all(map(_are_writable, moved))):
-            moved = tuple([_empties(params[0], map(_SHAPE, params), dtype) for _ in moved])
-        table = _table((params, momenta, variances, gradients), moved, dtype)
+        donate = donate and _are_writable(fresh)
+        new = fresh if donate else _empties(means[0], map(_SHAPE, fresh), dtype)
+        table = table_of((means, momenta, variances, fresh), (means, new), dtype)
         if table is None:
             return None
-        adam_steps(*table, numbers, dtype)
-        if donate:
-            _tell_torch([*params, *momenta, *variances])
-        return list(zip(*moved, strict=True))
+        growths = fresh_variances(np.delete(table[0], 4, axis=1), table[1], numbers, dtype)
+        _tell_torch([*means, *(fresh if donate else ())])
+        return list(zip(means, new, growths, strict=True))
 
     def in_range(self, x: Array) -> bool:
         """Return whether every value is +0, or of a magnitude from 2^-126 to below 2^100."""
@@ -478,25 +527,30 @@ def _are_writable(arrays: Sequence[Array]) -> bool:
     return is_of_torch(type(arrays[0])) or all(map(_WRITEABLE, arrays))
 
 
-def _table(
-    read: Sequence[Sequence[Array]], written: Sequence[Sequence[Array]], dtype: np.dtype[Any]
-) -> tuple[Longs, list[int]] | None:
-    """Return the addresses of each tensor's arrays, one row per tensor, and the tensors' sizes.
-
-    None if the kernels cannot access them all, or if the arrays of a tensor differ in shape.
-    """
-    shapes = list(map(_SHAPE, read[0]))
-    found: dict[int, Any] = {}
-    for is_written, kinds in ((True, written), (False, read)):
-        for arrays in kinds:
-            if id(arrays) not in found:  # a step in place reads what it writes
-                if list(map(_SHAPE, arrays)) != shapes:
-                    return None
-                found[id(arrays)] = addresses(arrays, dtype, written=is_written)
-    if NoneType in map(type, found.values()):
+def _adam(
+    params: Sequence[Array],
+    moments: tuple[Sequence[Array], Sequence[Array]],
+    gradients: Sequence[Array],
+    numbers: Sequence[AdamNumbers],
+    *,
+    donate: bool,
+    moves: bool,
+) -> list[tuple[Array, Array, Array]] | None:
+    """Return new parameters, or directions, and moments; only directions never take the buffers of the old ones."""
+    dtype = computed_dtype(params[0].dtype)
+    if dtype is None:
         return None
-    columns = [found[id(arrays)] for arrays in (*read, *written)]
-    return np.stack(columns, axis=1), list(map(math.prod, shapes))
+    old: tuple[Sequence[Array], ...] = (params, *moments) if moves else moments
+    donate = donate and all(map(_are_writable, old))
+    news = old if donate else tuple([_empties(params[0], map(_SHAPE, params), dtype) for _ in old])
+    found = news if moves else (_empties(params[0], map(_SHAPE, params), dtype), *news)
+    table = table_of((params, *moments, gradients), found, dtype)
+    if table is None:
+        return None
+    adam_steps(*table, numbers, dtype, moves=moves)
+    if donate:
+        _tell_torch([x for arrays in old for x in arrays])
+    return list(zip(*found, strict=True))
 
 
 def _tell_torch(written: Sequence[Array]) -> None:

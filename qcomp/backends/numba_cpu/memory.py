@@ -98,13 +98,12 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def empties(shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
     """Apply `empty` to each of several shapes."""
-    size = dtype.itemsize
-    return [
-        np.empty(shape, dtype)
-        if size * math.prod(shape) < _LARGE
-        else _stock.take(size * math.prod(shape)).view(dtype).reshape(shape)
-        for shape in shapes
-    ]
+    found = []
+    for shape in shapes:
+        nbytes = dtype.itemsize * math.prod(shape)
+        is_large = nbytes >= _LARGE
+        found.append(_stock.take(nbytes).view(dtype).reshape(shape) if is_large else np.empty(shape, dtype))
+    return found
 
 
 def message(nbytes: int, gaps: NDArray[np.int64]) -> Block:

@@ -28,9 +28,11 @@ EXACT_TINY, EXACT_LIMIT = (TINY, 2.0**-1022), (LIMIT, 2.0**996)
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
 """The buffer of an encoder's new residual: none, the old residual's, a new one, or the buffer of x."""
 
-Source = tuple[Floats, Floats, Floats, int, Floats, np.float32, np.float32, np.float32]
-"""What an encoder reads: x, the old and the new residual, the buffer of the new one, a momentum m, keep and new, and
-the least magnitude that is not flushed."""
+Weights = tuple[np.float32, np.float32, np.float32, np.float32]
+"""keep, new, before and after: with a momentum m, after * (keep * (before * m) + new * (before * x)) is compressed."""
+Source = tuple[Floats, Floats, Floats, int, Floats, Weights, np.float32]
+"""What an encoder reads: x, the old and the new residual, the buffer of the new one, a momentum m, the weights, and the
+least magnitude that is not flushed."""
 
 
 @extending.intrinsic
@@ -167,18 +169,18 @@ def load(source: Source, start: int, stop: int, length: int, beside: Floats) -> 
     """Return p = flush(flush(x) + residual) of the elements from start to stop, padded with zeros to a length.
 
     p is stored where the new residual will be; without a residual or with padding, it is in the scratch ``beside``. If
-    m is not empty, keep * m + new * x takes the place of x.
+    m is not empty, the blend of m and x takes the place of x.
     """
-    x, residual, out, mode, m, keep, new, tiny = source
+    x, residual, out, mode, m, weights, tiny = source
     filled = stop - start
     if m.size > 0:
         p = beside[:length] if mode == NO_RESIDUAL or length > filled else out[start:stop]
         if mode == NO_RESIDUAL:
-            _blend(x[start:stop], m[start:stop], keep, new, p[:filled], tiny)
+            blend(x[start:stop], m[start:stop], weights, p[:filled], tiny)
         elif mode == IN_PLACE and length == filled:
-            _blend_into(x[start:stop], m[start:stop], keep, new, p, tiny)
+            _blend_into(x[start:stop], m[start:stop], weights, p, tiny)
         else:
-            _blend_and_add(x[start:stop], m[start:stop], keep, new, residual[start:stop], p[:filled], tiny)
+            _blend_and_add(x[start:stop], m[start:stop], weights, residual[start:stop], p[:filled], tiny)
         p[filled:] = ZERO
         return p
     if mode == IN_PLACE and length == filled:
@@ -214,6 +216,13 @@ def mix(m: Floats, g: Floats, keep: np.float32, new: np.float32, out: Floats) ->
 
 
 @inline
+def mix_into(m: Floats, g: Floats, keep: np.float32, new: np.float32) -> None:
+    """Let m = keep * m + new * g; `mix` would run as scalar code here, since LLVM would assume an overlap."""
+    for i in range(m.size):
+        m[i] = keep * m[i] + new * g[i]
+
+
+@inline
 def _add(x: Floats, residual: Floats, p: Floats, tiny: np.float32) -> None:
     for i in range(p.size):
         p[i] = flush(flush(x[i], tiny) + residual[i], tiny)
@@ -234,23 +243,29 @@ def _add_over(p: Floats, residual: Floats, tiny: np.float32) -> None:
 
 
 @inline
-def _blend(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats, tiny: np.float32) -> None:
+def blend(x: Floats, m: Floats, weights: Weights, p: Floats, tiny: np.float32) -> None:
+    """Let p be the blend of m and x, flushed below ``tiny``; p must overlap neither."""
+    keep, new, before, after = weights
     for i in range(p.size):
-        p[i] = flush(keep * m[i] + new * x[i], tiny)
+        p[i] = flush(after * (keep * (before * m[i]) + new * (before * x[i])), tiny)
 
 
 @inline
-def _blend_into(x: Floats, m: Floats, keep: np.float32, new: np.float32, p: Floats, tiny: np.float32) -> None:
+def _blend_into(x: Floats, m: Floats, weights: Weights, p: Floats, tiny: np.float32) -> None:
+    keep, new, before, after = weights
     for i in range(p.size):
-        p[i] = flush(flush(keep * m[i] + new * x[i], tiny) + p[i], tiny)
+        mixed = after * (keep * (before * m[i]) + new * (before * x[i]))
+        p[i] = flush(flush(mixed, tiny) + p[i], tiny)
 
 
 @inline
 def _blend_and_add(
-    x: Floats, m: Floats, keep: np.float32, new: np.float32, residual: Floats, p: Floats, tiny: np.float32
+    x: Floats, m: Floats, weights: Weights, residual: Floats, p: Floats, tiny: np.float32
 ) -> None:
+    keep, new, before, after = weights
     for i in range(p.size):
-        p[i] = flush(flush(keep * m[i] + new * x[i], tiny) + residual[i], tiny)
+        mixed = after * (keep * (before * m[i]) + new * (before * x[i]))
+        p[i] = flush(flush(mixed, tiny) + residual[i], tiny)
 
 
 @inline

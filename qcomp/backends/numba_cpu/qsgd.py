@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from qcomp.backends.numba_cpu.codec import CompressorKernels, EncodeRun, Weights
+from qcomp.backends.numba_cpu.codec import CompressorKernels, EncodeRun
 from qcomp.backends.numba_cpu.draws import philox, spread, spread_64
 from qcomp.backends.numba_cpu.jit import Bytes, Codes, Floats, Halves, Longs, borrow, inline, kernel
 from qcomp.backends.numba_cpu.packing import empty_codes, pack
@@ -25,6 +25,7 @@ from qcomp.backends.numba_cpu.primitives import (
     ZERO,
     F,
     U,
+    Weights,
     as_bits,
     as_float,
     bucket_length,
@@ -39,7 +40,7 @@ from qcomp.backends.numba_cpu.primitives import (
     with_sign,
 )
 from qcomp.backends.numba_cpu.qsgd_decoder import decode_qsgd, scaled
-from qcomp.backends.numba_cpu.tables import ToEncode, input_vectors, run_of
+from qcomp.backends.numba_cpu.tables import ToEncode, input_vectors, input_weights, run_of
 from qcomp.core.numeric.random import Key, draws_are_replaced, fold_key
 
 BATCH = 1 << 9
@@ -66,11 +67,11 @@ def qsgd_kernels(
         words = fold_key(key, like=_LIKE)
         options = bucket_size, held or bucket_size, levels, bits, l2, *words, key.hop
 
-        def run(vectors: ToEncode, mode: int, weights: Weights, first: int, last: int) -> int:
+        def run(vectors: ToEncode, mode: int, first: int, last: int) -> int:
             *table, dtype = vectors
             codes, scratch = empty_codes(room, bits), np.empty(3 * room, dtype)
             failed: int = kernel.of(dtype).compiled(
-                *table, mode, *weights, *options, first, last, codes, scratch, factor or 0.0
+                *table, mode, *options, first, last, codes, scratch, factor or 0.0
             )
             return failed
 
@@ -165,8 +166,7 @@ def _encode_vector(
     out: Floats,
     mode: int,
     m: Floats,
-    keep: np.float32,
-    new: np.float32,
+    weights: Weights,
     bucket_size: int,
     held: int,
     levels: int,
@@ -185,7 +185,7 @@ def _encode_vector(
 ) -> int:
     x, residual, out, data, scratch = borrow(x), borrow(residual), borrow(out), borrow(data), borrow(scratch)
     m, codes = borrow(m), borrow(codes)
-    source = x, residual, out, mode, m, keep, new, TINY
+    source = x, residual, out, mode, m, weights, TINY
     size = x.size
     full = size // held
     rest = size - full * held
@@ -247,8 +247,6 @@ def _encode_vectors(
     rows: Longs,
     ends: Longs,
     mode: int,
-    keep: np.float32,
-    new: np.float32,
     bucket_size: int,
     held: int,
     levels: int,
@@ -274,8 +272,7 @@ def _encode_vectors(
             out,
             mode,
             m,
-            keep,
-            new,
+            input_weights(rows, vector, scratch),
             bucket_size,
             held,
             levels,
@@ -300,7 +297,7 @@ def _encode_vectors(
 
 _encode, _encode_wide = (
     kernel(
-        "int64(table, i64, int64, float32, float32, int64, int64, int64, int64, boolean, "
+        "int64(table, i64, int64, int64, int64, int64, int64, boolean, "
         f"uint32, uint32, int64, int64, int64, {codes}, f32, float32)"
     )(_encode_vectors)
     for codes in ("u8", "u16")

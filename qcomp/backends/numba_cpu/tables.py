@@ -6,10 +6,12 @@ share a table evenly, however its vectors differ in size.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numba
@@ -17,10 +19,15 @@ import numpy as np
 from numba import extending, types
 
 from qcomp.backends.numba_cpu.jit import Bytes, Floats, Longs, inline, kernel
+from qcomp.backends.numba_cpu.primitives import Weights, as_float
+from qcomp.core.kernels import Blend
 from qcomp.core.numeric.arrays import dtype_name
 
 VALUES, RESIDUAL, RESIDUAL_OUT, MOMENTUM, DATA = range(5)
 """The columns of addresses in `ToEncode.rows`."""
+BUCKET = 7
+WEIGHTS = slice(8, 12)
+"""The columns of the first bucket, and of the weights of a blend as the bits of float64."""
 OUT = 0
 """The column of the addresses of vectors in `Decoded.rows`."""
 
@@ -29,9 +36,9 @@ class ToEncode(NamedTuple):
     """Vectors to compress."""
 
     rows: Longs
-    """Shape (n, 8): the addresses of the values, of the old and the new residual, of the momentum that the values are
-    blended into, and of the payload, 0 where there is none; the number of values; the bytes of the payload; and the
-    number of the first bucket, with which the draws begin."""
+    """Shape (n, 12): the addresses of the values, of the old and the new residual, of the momentum that the values are
+    blended into, and of the payload, 0 where there is none; the number of values; the bytes of the payload; the number
+    of the first bucket, with which the draws begin; and the `weights_of` the blend, meaningless without a momentum."""
     ends: Longs
     """For each vector, the number of the bucket after its last one; the last entry is the number of all buckets."""
     dtype: np.dtype[Any]
@@ -56,15 +63,28 @@ def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
     return np.cumsum([-(-size // bucket_size) for size in sizes], dtype=np.int64)
 
 
-def encoded_vectors(x: Floats, bucket_size: int, data: Bytes, m: Floats | None, bucket: int = 0) -> ToEncode:
-    """Return the table of one vector, its payload, and the momentum that the vector is blended into."""
-    momentum = 0 if m is None else address(m)
+def encoded_vectors(
+    x: Floats, bucket_size: int, data: Bytes, blend: tuple[Floats, Blend] | None, bucket: int = 0
+) -> ToEncode:
+    """Return the table of one vector, its payload, and the momentum that the vector is blended into, a flat view."""
+    momentum = 0 if blend is None else address(blend[0])
     end = -(-x.size // bucket_size)
     # One array for both tables, since making an array takes as long as compressing a hundred elements.
     row = np.array(
-        (address(x), 0, 0, momentum, address(data), x.size, data.size, bucket, end), dtype=np.int64
+        (address(x), 0, 0, momentum, address(data), x.size, data.size, bucket, 0, 0, 0, 0, end),
+        dtype=np.int64,
     )
+    if blend is not None:
+        row[WEIGHTS] = weights_of([blend[1]])[0]
     return ToEncode(row[np.newaxis, :-1], row[-1:], x.dtype)
+
+
+def weights_of(blends: Sequence[Blend]) -> Longs:
+    """Return the four weights of each blend as the bits of float64: of m and x, of both before, and of their sum."""
+    _, *numbers = zip(*blends, strict=True)
+    rows = np.array(numbers, dtype=np.float64)
+    rows[1] *= 1 - rows[0]
+    return np.ascontiguousarray(rows.T).view(np.int64)
 
 
 def decoded_vectors(payloads: Sequence[Bytes], bucket_size: int, out: Floats) -> Decoded:
@@ -112,6 +132,27 @@ def addresses(
         return None
 
 
+def table_of(
+    read: Sequence[Sequence[Any]], written: Sequence[Sequence[Any]], dtype: np.dtype[Any]
+) -> tuple[Longs, list[int]] | None:
+    """Return the addresses of the arrays of each of several tensors, a row for each, and the sizes of the tensors.
+
+    None if kernels cannot access them all, or if the arrays of a tensor differ in shape.
+    """
+    shapes = list(map(_SHAPE, read[0]))
+    found: dict[int, Any] = {}
+    for is_written, kinds in ((True, written), (False, read)):
+        for arrays in kinds:
+            if id(arrays) not in found:  # a step in place reads what it writes
+                if list(map(_SHAPE, arrays)) != shapes:
+                    return None
+                found[id(arrays)] = addresses(arrays, dtype, written=is_written)
+    if NoneType in map(type, found.values()):
+        return None
+    columns = [found[id(arrays)] for arrays in (*read, *written)]
+    return np.stack(columns, axis=1), list(map(math.prod, shapes))
+
+
 def addresses_of_bytes(arrays: Sequence[Any]) -> Longs | None:
     """Return the addresses of uint8 arrays of one library; None if one is not contiguous in the memory of the CPU."""
     if is_of_torch(type(arrays[0])):
@@ -139,7 +180,7 @@ computed_dtype: Callable[[Any], np.dtype[Any] | None] = cache(_computed_dtype)
 """Returns the NumPy dtype that matches a library's dtype, or None if the kernels do not compute in it."""
 
 
-_NDIM, _CONTIGUOUS = attrgetter("ndim"), attrgetter("flags.c_contiguous")
+_NDIM, _SHAPE, _CONTIGUOUS = attrgetter("ndim"), attrgetter("shape"), attrgetter("flags.c_contiguous")
 _WRITEABLE = attrgetter("flags.writeable")
 
 
@@ -204,6 +245,18 @@ def input_vectors(rows: Longs, number: int, like: Floats) -> tuple[Floats, Float
         floats_at(rows[number, 2], size if rows[number, 2] != 0 else 0, like),
         floats_at(rows[number, 3], size if rows[number, 3] != 0 else 0, like),
         _bytes_at(rows[number, 4], rows[number, 6]),
+    )
+
+
+@inline
+def input_weights(rows: Longs, number: int, like: Floats) -> Weights:
+    """Return the weights of a vector's blend, rounded to the dtype of another array."""
+    kind = like.dtype.type
+    return (
+        kind(as_float(rows[number, 8])),
+        kind(as_float(rows[number, 9])),
+        kind(as_float(rows[number, 10])),
+        kind(as_float(rows[number, 11])),
     )
 
 

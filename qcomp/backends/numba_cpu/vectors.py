@@ -22,6 +22,7 @@ from qcomp.backends.numba_cpu.primitives import (
     flush,
     magnitude_bits,
     mix,
+    mix_into,
 )
 
 _RUN = 1 << 12
@@ -159,12 +160,6 @@ def _finish(total: Floats, count: np.float32, first: int, last: int) -> None:
     finish(total[first:last], count)
 
 
-@inline
-def _mix_into(m: Floats, g: Floats, keep: np.float32, new: np.float32) -> None:
-    for i in range(m.size):
-        m[i] = keep * m[i] + new * g[i]
-
-
 @kernel("void(f32_in, f32_in, float32, float32, f32, boolean, int64, int64)")
 def _momentum(
     m: Floats,
@@ -178,7 +173,7 @@ def _momentum(
 ) -> None:
     part = out[first:last]
     if in_place:
-        _mix_into(part, g[first:last], keep, new)
+        mix_into(part, g[first:last], keep, new)
     else:
         mix(m[first:last], g[first:last], keep, new, part)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.errors import NonFiniteError, PayloadError
-from qcomp.core.kernels import Blend, Encoded, EncodedFrame, chosen
+from qcomp.core.kernels import Blend, Encoded, EncodedFrame, chosen, takes_blends
 from qcomp.core.mean.chunks import Chunk, Segment
 from qcomp.core.mean.framing import Frame, Opened, unseal
 from qcomp.core.numeric.arrays import (
@@ -135,6 +135,8 @@ class Codec:
             tensors if over_values else residuals and (into or primitives.empty_likes(residuals))
         )
         kernel = getattr(self._kernels, "encode_frames", None)
+        if kernel and not takes_blends(self._kernels, blends):
+            kernel = None
         try:
             messages: list[Array] | None = kernel and kernel(
                 frames, tensors, residuals, buffers, key, blends=blends

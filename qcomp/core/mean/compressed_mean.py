@@ -512,7 +512,7 @@ class CompressedMean:
         # Converted tensors are copies, so they may be used up.
         donate = terms.donate or not any(map(eq, map(_DTYPE, tensors), map(_DTYPE, vectors)))
         # The momenta of half-precision gradients are float32.
-        targets = [b.m for b in terms.blends] or tensors
+        targets = next(zip(*terms.blends, strict=True), tensors)
         blends = [b if b.m.ndim == 1 else b._replace(m=flat(b.m)) for b in terms.blends]
         if blends and (self.lossless or not resolved.blends):
             vectors, blends = self._momenta(vectors, blends), []
@@ -572,10 +572,9 @@ class CompressedMean:
         dtypes = {x.dtype for x in (*vectors, *momenta)}
         alike = len(dtypes) == 1 and numbers.count(numbers[0]) == len(numbers)
         if alike and self.lossless and sum(sizes) < SMALL * len(sizes):
-            return self.cut(primitives.momentum(concat(momenta), concat([*vectors]), *numbers[0]), sizes)
-        return [
-            primitives.momentum(m, g, *of_one) for m, g, of_one in zip(momenta, vectors, numbers, strict=True)
-        ]
+            joined = blends[0]._replace(m=concat(momenta))
+            return self.cut(primitives.blended(joined, concat([*vectors])), sizes)
+        return [primitives.blended(b, g) for b, g in zip(blends, vectors, strict=True)]
 
     @cached_property
     def _varies(self) -> bool:

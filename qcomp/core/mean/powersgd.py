@@ -212,7 +212,7 @@ class PowerSGDMean(TensorwiseMean):
         vectors = vectors_of(tensors)
         if terms.blends:
             vectors = [
-                primitives.momentum(flat(b.m), g, b.beta1, b.scale)
+                primitives.blended(b._replace(m=flat(b.m)), g)
                 for g, b in zip(vectors, terms.blends, strict=True)
             ]
         given = bool(terms.donate or terms.blends)

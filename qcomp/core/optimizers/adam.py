@@ -127,23 +127,26 @@ class Adam(Optimizer):
         corrections : sequence of float
             The divisor of each tensor's variance.
         """
-        numbers = [
-            AdamNumbers(betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
-            for betas, correction, step, decay in zip(
-                self.betas_of(state), corrections, self.numbers(state), self.weight_decays(state), strict=True
-            )
-        ]
         moved = primitives.adam_steps(
             as_tensors(params, "params"),
             state.momentum,
             state.variance,
             means.values,
-            numbers,
+            self._adam_numbers(state, corrections),
             donate=means.donate,
         )
         new_params, momentum, variance = zip(*moved, strict=True)
         state = state._replace(step=state.step + 1, momentum=momentum, variance=variance)
         return list(new_params), state
+
+    def _adam_numbers(self, state: OptimizerState, corrections: Sequence[float]) -> list[AdamNumbers]:
+        """Return the `AdamNumbers` of each tensor for the next step, with these bias corrections of the variance."""
+        return [
+            AdamNumbers(betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
+            for betas, correction, step, decay in zip(
+                self.betas_of(state), corrections, self.numbers(state), self.weight_decays(state), strict=True
+            )
+        ]
 
     def decayed(
         self,

@@ -3,20 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from qcomp.core import primitives
-from qcomp.core.kernels import StepNumbers
-from qcomp.core.numeric.arrays import Array, divide, sqrt, to_compute_dtype
-from qcomp.core.numeric.cache_blocks import in_blocks
-from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Lamb", "direction", "require_bounds", "trust_key"]
+__all__ = ["Lamb", "require_bounds", "trust_key"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +85,15 @@ class Lamb(Adam):
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step of LAMB with these bias corrections of the variance, and note its trust ratios."""
         tensors = as_tensors(params, "params")
-        gradients = self.decayed(means.values, tensors, state)
-        moved: list[Array] = []
-        trust, moments = [], []
-        arrays = zip(gradients, tensors, state.momentum, state.variance, strict=True)
-        settings = zip(self.betas_of(state), corrections, self.numbers(state), strict=True)
-        for of_tensor, (betas, correction, numbers) in zip(arrays, settings, strict=True):
-            _, p, m, v = of_tensor
-            rooms = [primitives.empty_like(x) for x in (m, v, m)]
-            new_m, new_v, d = in_blocks(partial(_folded, numbers, betas, correction), of_tensor, rooms)
-            c = self._trust(p, d)
-            room = p if means.donate else primitives.empty_like(p)
-            moved.append(primitives.descend(p, d, numbers.rate * c, 0.0, out=room))
-            trust.append(c)
-            moments.append((new_m, new_v))
-        momentum, variance = zip(*moments, strict=True)
+        numbers = self._adam_numbers(state, corrections)
+        found = primitives.adam_directions(
+            tensors, state.momentum, state.variance, means.values, numbers, donate=means.donate
+        )
+        directions, momentum, variance = zip(*found, strict=True)
+        trust = self._trust(tensors, directions)
+        rooms = tensors if means.donate else primitives.empty_likes(tensors)
+        of_each = zip(tensors, directions, numbers, trust, rooms, strict=True)
+        moved = [primitives.descend(p, d, n.step.rate * c, 0.0, out=room) for p, d, n, c, room in of_each]
         ratios = {trust_key(name): c for name, c in zip(state.names, trust, strict=True)}
         return moved, state._replace(
             step=state.step + 1,
@@ -112,26 +102,14 @@ class Lamb(Adam):
             numbers={**state.numbers, **ratios},
         )
 
-    def _trust(self, param: Array, step: Array) -> float:
-        """Return the trust ratio of a tensor."""
-        own, length = (math.sqrt(sum_of_squares(to_compute_dtype(x))) for x in (param, step))
+    def _trust(self, params: Sequence[Array], directions: Sequence[Array]) -> list[float]:
+        """Return the trust ratio of each tensor."""
         low, high = self.trust_bounds
-        return min(max(own / length, low), high) if own > 0 and length > 0 else 1.0
-
-
-def _folded(
-    numbers: StepNumbers, betas: tuple[float, float], correction: float, *arrays: Array
-) -> tuple[Array, Array, Array]:
-    """Return the moments after a step, and its direction."""
-    (g, p, m, v), (beta1, beta2) = arrays, betas
-    m, v = primitives.momentum(m, g, beta1, 1.0), primitives.momentum(v, g * g, beta2, 1.0)
-    return m, v, direction(p, m, divide(v, correction), numbers)
-
-
-def direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
-    """Return ``(m / correction) / (sqrt(v) + eps) + weight_decay * p``, in the dtype of m."""
-    step = divide(divide(m, numbers.correction), sqrt(v) + numbers.eps)
-    return step + numbers.weight_decay * to_compute_dtype(p) if numbers.weight_decay else step
+        pairs = zip(*map(primitives.sums_of_squares, (params, directions)), strict=True)
+        return [
+            min(max(math.sqrt(own) / math.sqrt(length), low), high) if own > 0 and length > 0 else 1.0
+            for own, length in pairs
+        ]
 
 
 def trust_key(name: str) -> str:

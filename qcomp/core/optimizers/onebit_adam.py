@@ -210,6 +210,14 @@ class OneBitAdam(Optimizer):
         tensors = as_tensors(params, "params")
         measures = self.variance_steps is not None and self._policy.measures(state)
         count, step = len(tensors), self._measuring_step if measures else self._frozen_step
+        watch, decays = self.watch, list[Array]()
+        if (
+            watch is not None
+            and not self.decoupled_weight_decay
+            and watch.due(state, self.adam.slowest(state))
+        ):
+            # A step may overwrite the parameters.
+            decays = watch.take(tensors, state, self.weight_decays(state))
         values, beside = means.values[:count], means.values[count:]
         if EXACT_STEPS in state.numbers:
             late = late_tensors(state)
@@ -220,7 +228,6 @@ class OneBitAdam(Optimizer):
         else:
             new_params, new_state = step(tensors, means._replace(values=values), state)
         new_state = new_state._replace(exchange=means.exchange)
-        watch = self.watch
         if watch is None:
             return new_params, new_state
         beta2, samples = self.adam.slowest(state), list(beside)
@@ -228,8 +235,7 @@ class OneBitAdam(Optimizer):
             new_state = watch.measured(new_state)
             if watch.due(state, beta2):
                 samples = watch.take(values, state)
-        if samples and not self.decoupled_weight_decay:
-            decays = watch.take(tensors, state, self.weight_decays(state))
+        if samples and decays:
             samples = [g + decay for g, decay in zip(samples, decays, strict=True)]
         eps = setting_of_each(tuple(self.groups), state.names, "eps", self.eps)
         new_state, news = watch.observe(new_state, samples, beta2, eps)

@@ -3,21 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
-from qcomp.core.kernels import Blend, StepNumbers
-from qcomp.core.numeric.arrays import Array, array_namespace, device, divide, sqrt, to_compute_dtype
-from qcomp.core.numeric.cache_blocks import in_blocks
-from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.kernels import Blend, FreshNumbers
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, device, host_numbers
 from qcomp.core.optimizers.compression import Average, Means
-from qcomp.core.optimizers.lamb import Lamb, direction, require_bounds, trust_key
+from qcomp.core.optimizers.lamb import Lamb, require_bounds, trust_key
 from qcomp.core.optimizers.onebit_adam import OneBitAdam
-from qcomp.core.optimizers.tensors import update
+from qcomp.core.optimizers.tensors import copy
 from qcomp.core.state import OptimizerState
+from qcomp.core.variance.arithmetic import divided
 from qcomp.core.variance.late import late_tensors
 from qcomp.core.variance.rules import FreezeRule, VarianceStable
 
@@ -162,7 +161,7 @@ class OneBitLamb(OneBitAdam):
             return self._frozen(new)
         late, fresh = late_tensors(new), zip(new.variance, new.arrays["fresh"], strict=True)
         done = [i for i in late_tensors(state) if i not in late]
-        chosen = tuple(v if i in done else f for i, (v, f) in enumerate(fresh))
+        chosen = tuple(copy(v) if i in done else f for i, (v, f) in enumerate(fresh))
         return new._replace(arrays={**new.arrays, "fresh": chosen})
 
     def _exact_step(
@@ -176,49 +175,50 @@ class OneBitLamb(OneBitAdam):
         self, params: Sequence[Array], means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step with the mean momentum, the frozen variance, and trust ratios that follow its changes."""
-        decays = [0.0] * len(params) if self.decoupled_weight_decay else self.weight_decays(state)
-        new_params: list[Array] = []
-        momentum, fresh, numbers = [], [], dict(state.numbers)
-        arrays = zip(means.values, params, state.momentum, state.variance, state.arrays["fresh"], strict=True)
-        betas = self.adam.betas_of(state)
-        settings = zip(
-            state.names, state.arrays["scale"], decays, betas, self.adam.numbers(state), strict=True
+        betas, settings = self.adam.betas_of(state), self.adam.numbers(state)
+        values, divisors = means.values, self._scales(state)
+        if not self.decoupled_weight_decay:
+            values = self.adam.decayed(divided(values, divisors), params, state, of_momenta=True)
+            divisors = [1.0] * len(values)
+        of_each = zip(betas, settings, divisors, strict=True)
+        found = primitives.fresh_variances(
+            values,
+            state.momentum,
+            state.variance,
+            state.arrays["fresh"],
+            [FreshNumbers(own, step.eps, divisor) for own, step, divisor in of_each],
+            donate=means.donate,
         )
-        for of_tensor, (name, scale, decay, of_each, step) in zip(arrays, settings, strict=True):
-            _, p, _, v, _ = of_tensor
-            rooms = [primitives.empty_like(v) for _ in range(3)]
-            m, f, ratios = in_blocks(partial(_folded, scale, decay, of_each, step.eps), of_tensor, rooms)
-            factor = self._factor(ratios, state.numbers[f"factor.{name}"])
+        momenta, fresh, growths = zip(*found, strict=True)
+        numbers, steps = dict(state.numbers), []
+        for name, growth, p, step in zip(state.names, growths, params, settings, strict=True):
+            last = state.numbers[f"factor.{name}"]
+            factor = self._factor(growth, last) if math.prod(p.shape) else last
             trust = (state.numbers[f"average.{name}"] or 1.0) * factor
             numbers |= {f"factor.{name}": factor, trust_key(name): trust}
-            room = p if means.donate else primitives.empty_like(p)
-            new_params.append(*in_blocks(partial(_moved, step, step.rate * trust), (p, m, v), [room]))
-            momentum.append(m)
-            fresh.append(f)
-        return new_params, state._replace(
+            steps.append(step._replace(rate=step.rate * trust))
+        moved = primitives.frozen_steps(params, momenta, state.variance, steps, donate=means.donate)
+        new_params, momenta = zip(*moved, strict=True)
+        return list(new_params), state._replace(
             step=state.step + 1,
-            momentum=tuple(momentum),
-            arrays={**state.arrays, "fresh": tuple(fresh)},
+            momentum=momenta,
+            arrays={**state.arrays, "fresh": fresh},
             numbers=numbers,
         )
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""
-        scales = state.arrays["scale"]
-        scaled = [
-            _scalar(s) * to_compute_dtype(x) if s.shape[0] else x for x, s in zip(values, scales, strict=True)
-        ]
-        mixed = [
-            b._replace(m=_scalar(s) * b.m) if s.shape[0] else b for b, s in zip(blends, scales, strict=True)
-        ]
-        return super()._average(scaled, state, mixed)
+        scaled = [b._replace(factor=s) for b, s in zip(blends, self._scales(state), strict=True)]
+        return super()._average(values, state, scaled)
 
     def _frozen(self, state: OptimizerState) -> OptimizerState:
         """Return the state with a fresh variance and factors of 1, and the scales of its momenta."""
         sizes = [math.prod(m.shape) for m in state.momentum]
         lengths = [
-            math.sqrt(sum_of_squares(m) / size) if size and not exact else 0.0
-            for m, size, exact in zip(state.momentum, sizes, state.exact, strict=True)
+            math.sqrt(square / size) if size and not exact else 0.0
+            for square, size, exact in zip(
+                primitives.sums_of_squares(state.momentum), sizes, state.exact, strict=True
+            )
         ]
         some = [length for length in lengths if length > 0]
         mean = math.fsum(some) / len(some) if some else 1.0
@@ -227,9 +227,15 @@ class OneBitLamb(OneBitAdam):
             values = [] if exact else [mean / length if length > 0 else 1.0]
             scales.append(array_namespace(m).asarray(values, dtype=m.dtype, device=device(m)))
         return state._replace(
-            arrays={**state.arrays, "fresh": state.variance, "scale": tuple(scales)},
+            arrays={**state.arrays, "fresh": tuple(map(copy, state.variance)), "scale": tuple(scales)},
             numbers={**state.numbers, **{f"factor.{name}": 1.0 for name in state.names}},
         )
+
+    def _scales(self, state: OptimizerState) -> list[float]:
+        """Return the scale of each tensor's momentum, read at once; 1 if the tensor stays exact."""
+        scales = state.arrays["scale"]
+        read = iter(host_numbers(concat([s for s in scales if s.shape[0]])) if not all(state.exact) else ())
+        return [next(read) if s.shape[0] else 1.0 for s in scales]
 
     def _averages(self, state: OptimizerState) -> dict[str, float]:
         """Return the averages of the trust ratios, including the ratios of the last step."""
@@ -241,37 +247,8 @@ class OneBitLamb(OneBitAdam):
             averages[f"average.{name}"] = average
         return averages
 
-    def _factor(self, ratios: Array, last: float) -> float:
+    def _factor(self, growth: float, last: float) -> float:
         """Return the factor by which steps should be longer, now that the variance has changed."""
-        if not math.prod(ratios.shape):
-            return last
         low, high = self.factor_bounds
-        bounded = min(max(float(array_namespace(ratios).max(ratios)), low), high)
+        bounded = min(max(growth, low), high)
         return min(max(bounded, last * (1 - self.factor_change)), last * (1 + self.factor_change))
-
-
-def _folded(
-    scale: Array, decay: float, betas: tuple[float, float], eps: float, *arrays: Array
-) -> tuple[Array, Array, Array]:
-    """Return the momentum and fresh variance after a step, and the factor by which each element's step grows."""
-    (mean, p, old, v, f), (beta1, beta2) = arrays, betas
-    xp = array_namespace(mean)
-    m = divide(mean, _scalar(scale)) if scale.shape[0] else mean
-    if decay:
-        m = m + ((1 - beta1) * decay) * to_compute_dtype(p)
-    # Elements that never had a gradient do not move, as in `frozen_step`.
-    m = xp.where(v > 0, m, xp.zeros_like(m))
-    gradient = divide(m - beta1 * old, 1 - beta1)
-    f = primitives.momentum(f, gradient * gradient, beta2, 1.0)
-    # An element whose variance is infinite rests, so it has no part in how much the steps of the tensor grow.
-    finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
-    return m, f, divide(sqrt(finite) + eps, sqrt(f) + eps)
-
-
-def _moved(step: StepNumbers, rate: float, p: Array, m: Array, v: Array) -> tuple[Array]:
-    return (update(p, rate * direction(p, m, v, step)),)
-
-
-def _scalar(x: Array) -> Array:
-    """Return an array of one element without axes."""
-    return array_namespace(x).reshape(x, ())

@@ -19,7 +19,7 @@ from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import StepNumbers
+from qcomp.core.kernels import Blend, StepNumbers
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, require_below, to_compute_dtype
@@ -272,11 +272,16 @@ class ZeroOneAdam(Optimizer):
         if plan.exact and not plan.compressed:
             return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
         tensors, betas = as_tensors(grads, "grads"), self.adam.betas_of(state)
-        of_each = zip(state.momentum, tensors, betas, strict=True)
-        momenta = [primitives.momentum(m, g, beta1, scale) for m, g, (beta1, _) in of_each]
-        if not plan.compressed:
-            return Average((), state.exchange, tuple(momenta))
-        average = self.compression.average(self._summed(momenta, state), state, self.key(state))
+        blends = [Blend(m, beta1, scale) for m, (beta1, _) in zip(state.momentum, betas, strict=True)]
+        if plan.compressed and state.stage != "local":  # each sum is one weighted momentum
+            weights = [weight for _, weight, _ in self._added(state)]
+            blends = [b._replace(weight=weight) for b, weight in zip(blends, weights, strict=True)]
+            average = self.compression.average(tensors, state, self.key(state), blends)
+        else:
+            momenta = [primitives.blended(b, g) for b, g in zip(blends, tensors, strict=True)]
+            if not plan.compressed:
+                return Average((), state.exchange, tuple(momenta))
+            average = self.compression.average(self._summed(momenta, state), state, self.key(state))
         if not plan.exact:
             return average
         return self.compression.beside(average, [to_compute_dtype(g) * scale for g in tensors], state)
@@ -503,10 +508,12 @@ class ZeroOneAdam(Optimizer):
         rates, weights = state.numbers["rates"], state.numbers["weights"]
         anchor = state.arrays["anchor"] if state.stage == "local" else params
         sums = _sums_of(state)
-        momenta = divided(means.values, [of.weight for of in sums])
         eps = setting_of_each(tuple(self.groups), state.names, "eps", self.eps)
         numbers = [of.step_numbers(rates, weights, x) for of, x in zip(sums, eps, strict=True)]
-        moved = primitives.frozen_steps(anchor, momenta, self._divisor(state), numbers)
+        divisors = [of.weight for of in sums]
+        moved = primitives.steps_of_sums(
+            anchor, means.values, self._divisor(state), numbers, divisors, donate=means.donate
+        )
         new_params = [
             array_namespace(p).astype(new, p.dtype, copy=False)
             for p, (new, _) in zip(params, moved, strict=True)
