@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from qcomp.core.coding.model import Model
     from qcomp.core.numeric.arrays import Array
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Encoded(NamedTuple):
@@ -163,6 +168,37 @@ def kernel_of(name: str, x: Array) -> Callable[..., Any] | None:
     """Return the kernel of a primitive for arrays like x, None if there is none."""
     chooser = _chooser.get() or _automatic
     return None if chooser is _pure else getattr(chooser(x), name, None)
+
+
+def primitive(
+    like: str, *, several: bool = False
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let kernels with the name of a pure function replace it; the function defines their arguments and results.
+
+    Parameters
+    ----------
+    like : str
+        The argument that selects the kernel. The kernel gets all arguments; the pure function runs if it returns None.
+    several : bool
+        Whether this argument is a sequence of arrays, the first of which decides.
+    """
+
+    def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        name, defaults = pure.__name__, pure.__kwdefaults__ or {}
+        place = pure.__code__.co_varnames.index(like)
+
+        @wraps(pure)
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+            x: Any = args[place] if place < len(args) else options.get(like)
+            if several:
+                x = x[0] if x else None
+            kernel = None if x is None else kernel_of(name, x)
+            found: Result | None = kernel and kernel(*args, **{**defaults, **options})
+            return pure(*args, **options) if found is None else found
+
+        return call
+
+    return decorate
 
 
 def takes_blends(kernels: KernelSet | None, blends: Iterable[Blend]) -> bool:

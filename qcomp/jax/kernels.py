@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qcomp.backends.jax_xla.arithmetic import adam_step, frozen_step, momentum
+from qcomp.backends.jax_xla.arithmetic import adam_step, frozen_step, momentum, rounded
 from qcomp.backends.jax_xla.kernel_set import JaxKernels
 from qcomp.core.kernels import AdamNumbers, StepNumbers
-from qcomp.core.numeric.arrays import is_traced
+from qcomp.core.numeric.arrays import divide, is_traced, to_compute_dtype
+from qcomp.core.numeric.numbers import as_number
+from qcomp.core.numeric.sums import power_of_two_below, total
 
 __all__ = ["FromTable", "TracedKernels"]
 
@@ -51,7 +53,7 @@ class FromTable:
 
 
 class TracedKernels(JaxKernels):
-    """The kernels for traced arrays; weight decays must be 0.
+    """The kernels for traced arrays.
 
     Parameters
     ----------
@@ -99,6 +101,22 @@ class TracedKernels(JaxKernels):
         found: tuple[Result, list[Array]] = jax.lax.cond(self._nothing < 0, never, always)
         return found
 
+    def rounded(self, x: Array) -> Array | None:
+        """Return x, rounded first."""
+        return rounded(x, self._numbers(x)) if x.dtype in (jnp.float32, jnp.float64) else None
+
+    def sums_of_squares(self, arrays: Sequence[Array]) -> list[Array | float]:
+        """Return sums of squares as float64 scalars; the caller has enabled float64."""
+        return [self._sum_of_squares(to_compute_dtype(x)) if x.size else 0.0 for x in arrays]
+
+    def _sum_of_squares(self, x: Array) -> Array:
+        flat = jnp.ravel(x)
+        power = power_of_two_below(jnp.max(jnp.abs(flat)))
+        scaled = divide(flat, power)
+        wide = [total(rounded(scaled * scaled, self._numbers(x))), power]
+        found, power = map(as_number, wide)
+        return jnp.where(jnp.all(jnp.isfinite(flat)), found * power * power, jnp.inf)
+
     def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
         """Return ``beta1 * m + (1 - beta1) * scale * g``."""
         if g.dtype != m.dtype:
@@ -134,12 +152,16 @@ class TracedKernels(JaxKernels):
                 weight2=1 - beta2,
                 variance_correction=of_adam.variance_correction,
             )
-            moved.append(adam_step(p, m, v, g, named))
+            decay = of_adam.coupled_decay
+            of_coupled = momentum(p, g, self._numbers(m, beta1=decay, weight=1.0)) if decay else g
+            moved.append(adam_step(p, m, v, of_coupled, named))
         return moved
 
     def _of_step(self, like: Array, numbers: StepNumbers) -> dict[str, Array]:
-        rate, correction, eps, _ = numbers
-        return self._numbers(like, rate=rate, correction=correction, eps=eps)
+        named = numbers._asdict()
+        if not numbers.weight_decay:
+            del named["weight_decay"]
+        return self._numbers(like, **named)
 
     def _numbers(self, like: Array, **values: Any) -> dict[str, Array]:
         """Return numbers in an array's dtype, and a zero as an integer whose value the compiler does not know."""

@@ -62,6 +62,8 @@ class MeshMean:
     averaging : PowerSGD, optional
         Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
         factors, see `PowerSGD`.
+    divisor : {"ranks", "senders"}, default "ranks"
+        What the sum over the devices is divided by, see `CompressedMean`; "senders" needs ``topology="all_gather"``.
 
     Notes
     -----
@@ -101,6 +103,7 @@ class MeshMean:
     compressors: CompressorPolicy | None = None
     seed: int = 0
     averaging: PowerSGD | None = None
+    divisor: str = "ranks"
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis_name, str):
@@ -116,7 +119,7 @@ class MeshMean:
             raise TypeError(
                 f"averaging is {averaging!r}; expected a qcomp.PowerSGD, or topology= and feedback= instead"
             )
-        for name in ("topology", "feedback"):
+        for name in ("topology", "feedback", "divisor"):
             given, only = getattr(self, name), getattr(averaging, name)
             if given != only:
                 raise ValueError(f"{name} is {given!r} beside averaging={averaging!r}; expected {only!r}")
@@ -124,7 +127,9 @@ class MeshMean:
     @cached_property
     def _compression(self) -> Compressing:
         mean: CompressedMean = (
-            SpmdMean(self.compressor, self.topology, self.feedback, axis_name=self.axis_name)
+            SpmdMean(
+                self.compressor, self.topology, self.feedback, divisor=self.divisor, axis_name=self.axis_name
+            )
             if self.averaging is None
             else SpmdPowerSGDMean(
                 self.compressor,
@@ -292,6 +297,8 @@ class MeshMean:
         held: list[Any] = (
             [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else list(means.values)
         )
+        # Nothing is sent for arrays without elements, so JAX would take each device's to be its own.
+        held = [x if x.size else jnp.zeros(x.shape, x.dtype) for x in held]
         own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
         accepted = self._everywhere(own)
         if accepted is not own or len(request.parts) > 1:  # else the only part's means are NaN already

@@ -18,7 +18,7 @@ from qcomp.core.kernels import use_kernels
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.compression import Means
-from qcomp.core.optimizers.sgd import SGD
+from qcomp.core.optimizers.lamb import Lamb
 from qcomp.core.outer.fragments import assign, due, stage_of
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.outer.settings import ANCHOR, SENT, rounds_key
@@ -42,11 +42,17 @@ class MeshOuterState(NamedTuple):
     anchor: dict[str, Array]
     """The shared parameters by their paths, in the dtype in which they are computed; the same on all devices."""
     momentum: dict[str, Array]
-    """The momenta of the outer optimizer, the same on all devices; empty without momentum."""
+    """The momenta of the outer optimizer, the same on all devices; empty if it has none."""
     sent: Residuals
     """The outer gradients under way, ``sent.worker``; empty without ``delay``. Each device has its own."""
     residuals: tuple[Residuals, ...]
     """The residuals of each fragment."""
+    variance: dict[str, Array]
+    """The second moments of the outer optimizer, such as `Adam`, the same on all devices; empty if it has none."""
+    rounds: Array
+    """Completed rounds of each fragment, int32 of shape (fragments,)."""
+    began: Array | tuple[()]
+    """The step after which the first round began, int32 of shape (), and -1 before; empty without a warm-up."""
 
 
 class _Moved(NamedTuple):
@@ -55,8 +61,10 @@ class _Moved(NamedTuple):
     params: dict[str, Array]
     anchor: dict[str, Array]
     momentum: dict[str, Array]
+    variance: dict[str, Array]
     sent: dict[str, Array]
     residuals: tuple[Residuals, ...]
+    rounds: Array
     skipped: Array
 
 
@@ -70,16 +78,16 @@ class MeshOuterLoop:
     Parameters
     ----------
     loop : OuterLoop
-        The settings, for instance ``qcomp.outer.diloco(100)``, with an `SGD` of constant learning rate as ``outer``,
-        and without ``warmup``.
+        The settings, for instance ``qcomp.outer.diloco(100)``. A schedule of the outer learning rate must be one that
+        `jax.jit` can trace, such as optax's; it sees the number of the fragment's completed rounds.
     axis_name : str
         The axis of the mesh whose devices are the ranks.
 
     Raises
     ------
     TypeError, ValueError
-        If the loop has settings that a mesh lacks: another outer optimizer, a schedule, a warm-up, a topology other
-        than "two_phase" and "all_gather", the divisor "senders", payloads that vary in length.
+        If the loop has settings that a mesh lacks: a topology other than "two_phase" and "all_gather", or payloads that
+        vary in length.
 
     Notes
     -----
@@ -116,22 +124,15 @@ class MeshOuterLoop:
     def __post_init__(self) -> None:
         if not isinstance(self.loop, OuterLoop):
             raise TypeError(f"loop is {self.loop!r}; expected a qcomp.OuterLoop")
-        outer = self.loop.outer
-        if type(outer) is not SGD or callable(outer.learning_rate) or outer.groups:
-            raise TypeError(
-                f"loop has outer={outer!r}; expected a qcomp.SGD with a number as learning_rate and without groups: a "
-                "compiled program does not know the number of the round"
-            )
-        if self.loop.warmup:
-            raise ValueError(
-                f"loop has warmup={self.loop.warmup}; expected 0: make the warm-up steps with jax.lax.pmean of the "
-                "gradients, in a program of their own, and init the loop with the parameters after them"
-            )
-        if self.loop.averaging.divisor != "ranks":
-            raise ValueError(
-                f"loop has the divisor {self.loop.averaging.divisor!r}; expected 'ranks' on a mesh, such as "
-                "averaging=qcomp.Averaging(topology='all_gather')"
-            )
+        rate = self.loop.outer.learning_rate
+        if callable(rate):
+            try:
+                jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32))
+            except jax.errors.JAXTypeError as error:
+                raise TypeError(
+                    f"loop has an outer optimizer with learning_rate={rate!r}, which cannot be traced by jax.jit; "
+                    "expected a number, or a schedule without branches on the number of rounds, such as optax's"
+                ) from error
         self._mean  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
     @cached_property
@@ -149,6 +150,7 @@ class MeshOuterLoop:
             loop.compressors,
             loop.seed,
             averaging if isinstance(averaging, PowerSGD) else None,
+            averaging.divisor,
         )
 
     @cached_property
@@ -178,14 +180,95 @@ class MeshOuterLoop:
             )
         pairs = zip(taken.names, map(jnp.asarray, taken.leaves), strict=True)
         anchor = {name: jnp.array(to_compute_dtype(p)) for name, p in pairs}  # copies even arrays of JAX
-        outer: Any = self.loop.outer
-        momentum = jax.tree.map(jnp.zeros_like, anchor) if outer.momentum else {}
+        momentum, variance = self._moments(anchor)
         sent = zero_rows(anchor, self.axis_name) if self.loop.delay else {}
         residuals = tuple(
             self._mean_of(members, taken).residuals({taken.names[i]: taken.leaves[i] for i in members})
             for members in self._fragments(taken)
         )
-        return MeshOuterState(jnp.int32(0), jnp.int32(0), anchor, momentum, Residuals(sent, ()), residuals)
+        rounds = jnp.zeros(self.loop.fragments, jnp.int32)
+        began = jnp.int32(-1) if self.loop.warmup else ()
+        return MeshOuterState(
+            jnp.int32(0),
+            jnp.int32(0),
+            anchor,
+            momentum,
+            Residuals(sent, ()),
+            residuals,
+            variance,
+            rounds,
+            began,
+        )
+
+    def _moments(self, anchor: dict[str, Array]) -> list[dict[str, Array]]:
+        """Return the momenta and variances with which the outer optimizer begins, by the paths of tensors."""
+        first = self.loop.outer.initial_state(list(anchor.values()), tuple(anchor), 0, 1)
+        return [dict(zip(anchor, xs, strict=bool(xs))) for xs in (first.momentum, first.variance)]
+
+    def _require_own(self, taken: Tree, state: MeshOuterState) -> None:
+        """Raise ValueError unless a state is of these parameters, this loop and this mesh."""
+        if set(taken.names) != set(state.anchor):
+            raise ValueError(f"params has arrays at {taken.names}; state has {tuple(state.anchor)}")
+        for name, p in zip(taken.names, taken.leaves, strict=True):
+            if jnp.shape(p) != state.anchor[name].shape:
+                raise ValueError(
+                    f"params has at {name!r} the shape {jnp.shape(p)}; expected {state.anchor[name].shape}: this "
+                    "device's parameters, without the axis of the devices"
+                )
+        for name, row in state.sent.worker.items():
+            if jnp.shape(row)[0] != 1:
+                raise ValueError(
+                    f"state has for {name!r} the outer gradients of {jnp.shape(row)[0]} devices on each device; "
+                    "expected one, as init makes them on this mesh, cut as partition_specs says. After a change of the "
+                    "mesh, begin with init from the shared parameters"
+                )
+        found = [bool(state.momentum), bool(state.variance), bool(state.sent.worker), state.rounds.shape[0]]
+        moments = map(bool, jax.eval_shape(self._moments, state.anchor))
+        expected = [*moments, bool(self.loop.delay), self.loop.fragments]
+        if found != expected:
+            kinds = "outer momenta", "outer second moments", "outer gradients under way", "fragments"
+            raise ValueError(
+                f"state has {dict(zip(kinds, found, strict=True))}; expected "
+                f"{dict(zip(kinds, expected, strict=True))}, as init makes them: it was made by a loop with other "
+                "settings. Begin with init from its shared parameters, state.anchor"
+            )
+
+    def average(self, grads: PyTree, state: MeshOuterState) -> PyTree:
+        """Return the exact mean of the gradients over the axis in the warm-up, and the given gradients afterwards.
+
+        Call it before each inner step, if there is a warm-up. The inner optimizers of all devices then make the same
+        steps, so their parameters and states are equal when the first outer round begins.
+
+        Parameters
+        ----------
+        grads : pytree of arrays
+            This device's gradients.
+        state : MeshOuterState
+            From `init` or the last step.
+
+        Returns
+        -------
+        pytree of arrays
+            If a gradient of any device is not finite, the mean is NaN on all devices: with the inner optimizer in
+            `optax.apply_if_finite`, all of them skip the step.
+
+        Raises
+        ------
+        ValueError
+            If JAX has added up the gradients already, see `MeshMean`.
+        """
+        if isinstance(state.began, tuple):
+            return grads
+        taken = Tree.of(grads, "grads")
+
+        def mean(leaves: list[Array]) -> list[Array]:
+            wide = taken.whole([to_compute_dtype(g) for g in leaves])
+            averaged, _, _ = self._exact_mean.average(wide, Residuals({}, ()), state.step)
+            means = zip(taken.like(averaged, "means"), leaves, strict=True)
+            return [as_varying(jnp.asarray(x, g.dtype), self.axis_name) for x, g in means]
+
+        leaves = list(map(jnp.asarray, taken.leaves))
+        return taken.whole(jax.lax.cond(state.began < 0, mean, lambda leaves: leaves, leaves))
 
     def __call__(
         self, params: PyTree, state: MeshOuterState, *, weight: Array | None = None
@@ -204,32 +287,29 @@ class MeshOuterLoop:
         Returns
         -------
         params : pytree of arrays
-            The parameters from which this device's next inner step begins.
+            The parameters from which this device's next inner step begins. At the end of a warm-up they must be the
+            same on all devices; if they are not, for instance without `average`, they become NaN on all.
         state : MeshOuterState
             For the next step.
 
         Raises
         ------
         ValueError
-            If the parameters have other paths or shapes than ``init`` saw.
+            If the parameters have other paths or shapes than ``init`` saw, or the state is one of a loop with other
+            fragments, ``delay`` or outer moments, or of another mesh.
         """
         taken = Tree.of(params, "params")
-        if set(taken.names) != set(state.anchor):
-            raise ValueError(f"params has arrays at {taken.names}; state has {tuple(state.anchor)}")
-        for name, p in zip(taken.names, taken.leaves, strict=True):
-            if jnp.shape(p) != state.anchor[name].shape:
-                raise ValueError(
-                    f"the array of params at {name!r} has shape {jnp.shape(p)}; expected {state.anchor[name].shape}, "
-                    "the shape of this device's parameters, without the axis of the devices"
-                )
+        self._require_own(taken, state)
         loop, count = self.loop, state.step + 1
         departs, lands = self._turns
         now = _Moved(
             dict(zip(taken.names, (as_varying(p, self.axis_name) for p in taken.leaves), strict=True)),
             state.anchor,
             state.momentum,
+            state.variance,
             {name: row[0] for name, row in state.sent.worker.items()},
             state.residuals,
+            state.rounds,
             state.skipped,
         )
         fragments = self._fragments(taken)
@@ -253,15 +333,26 @@ class MeshOuterLoop:
             after: _Moved = jax.lax.switch(numbers, moves, now)
             return after
 
-        place = count % loop.every
+        # A state knows whether its warm-up has ended, so a job may resume with another ``warmup``.
+        began: Any = state.began
+        warm = not isinstance(began, tuple)
+        local = jnp.where(began < 0, 0, count - began) if warm else count
+        place = local % loop.every
+        departing = jnp.where(local > 0, jnp.asarray(departs)[place], 0)
         with use_kernels(TracedKernels(count)):
+            if warm:
+                ends = (began < 0) & (count >= loop.warmup)
+                now = jax.lax.cond(ends, self._begun, lambda now: now, now)
+                began = jnp.where(ends, count, began)
             if loop.delay:
-                now = turn(jnp.where(count > loop.delay, jnp.asarray(lands)[place], 0), land, now)
-                now = turn(jnp.asarray(departs)[place], depart, now)
+                now = turn(jnp.where(local > loop.delay, jnp.asarray(lands)[place], 0), land, now)
+                now = turn(departing, depart, now)
             else:
-                now = turn(jnp.asarray(departs)[place], at_once, now)
+                now = turn(departing, at_once, now)
         sent = Residuals({name: x[None] for name, x in now.sent.items()}, ())
-        after = MeshOuterState(count, now.skipped, now.anchor, now.momentum, sent, now.residuals)
+        after = MeshOuterState(
+            count, now.skipped, now.anchor, now.momentum, sent, now.residuals, now.variance, now.rounds, began
+        )
         return taken.whole([now.params[name] for name in taken.names]), after
 
     @cached_property
@@ -292,21 +383,36 @@ class MeshOuterLoop:
             compressors=(lambda tensors: [chosen.get(t.name) for t in tensors]) if compressors else None,
         )
 
-    def _core(self, names: Sequence[str], now: _Moved) -> tuple[OuterLoop, OptimizerState]:
+    def _begun(self, now: _Moved) -> _Moved:
+        """Take the parameters after the warm-up as the shared ones; NaN unless all devices have the same bits."""
+        axis, shared, alike = self.axis_name, {}, jnp.int32(1)
+        for name, p in now.params.items():
+            bits = jax.lax.bitcast_convert_type(p, f"uint{8 * p.dtype.itemsize}")
+            first = jax.lax.psum(jnp.where(jax.lax.axis_index(axis) == 0, bits, jnp.zeros_like(bits)), axis)
+            shared[name] = jax.lax.bitcast_convert_type(first, p.dtype)
+            alike &= jax.lax.pmin(jnp.all(bits == first).astype(jnp.int32), axis)
+        shared = {name: jnp.where(alike > 0, p, jnp.asarray(jnp.nan, p.dtype)) for name, p in shared.items()}
+        return now._replace(
+            params={name: as_varying(p, axis) for name, p in shared.items()},
+            anchor={name: to_compute_dtype(p) for name, p in shared.items()},
+        )
+
+    def _core(self, number: int, names: Sequence[str], now: _Moved) -> tuple[OuterLoop, OptimizerState]:
         """Return a loop of the core whose only fragment is under way, and its state without residuals."""
         of_each = {ANCHOR: now.anchor} | ({SENT: now.sent} if now.sent else {})
         state = OptimizerState.first(stage_of({0: 1}), tuple(names), 0, 1)._replace(
             step=1,
             exact=(True,) * len(names),
             momentum=tuple(now.momentum[name] for name in names if now.momentum),
+            variance=tuple(now.variance[name] for name in names if now.variance),
             arrays={kind: tuple(arrays[name] for name in names) for kind, arrays in of_each.items()},
-            numbers={rounds_key(0): 0.0},
+            numbers={rounds_key(0): now.rounds[number]},
         )
         return replace(self.loop, fragments=1), state
 
     def _departed(self, names: Sequence[str], now: _Moved, weight: Array | None) -> dict[str, Array]:
         """Return the outer gradients of these tensors."""
-        loop, state = self._core(names, now._replace(sent={}))
+        loop, state = self._core(0, names, now._replace(sent={}))
         sent: Sequence[Any] = loop.depart(0, [now.params[name] for name in names], state, 1.0).arrays[SENT]
         if weight is not None:
             sent = weighted(sent, weight, self.axis_name)
@@ -325,10 +431,11 @@ class MeshOuterLoop:
             server = owed.server if mean.averaging else jax.tree.map(self._decay, owed.server)
             decayed = Residuals(jax.tree.map(self._decay, owed.worker), server)
         means, residuals, accepted = mean.average(values, decayed, sent)
-        core, state = self._core(names, now)
+        core, state = self._core(number, names, now)
         before = [now.params[name] for name in names]
         averages = Means(tuple(means[name] for name in names), state.exchange)
-        landed, after = core.land(0, averages, before, state)
+        with jax.enable_x64(isinstance(loop.outer, Lamb)):  # its trust ratios are float64
+            landed, after = core.land(0, averages, before, state)
         moved: list[Any] = list(landed)
         back: list[Any] = [
             jnp.asarray(now.anchor[name], p.dtype) for name, p in zip(names, before, strict=True)
@@ -341,14 +448,20 @@ class MeshOuterLoop:
         def kept(new: object, old: object) -> Any:
             return jax.tree.map(lambda x, before: jnp.where(accepted, x, before), new, old)
 
+        def of_members(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+            return {**old, **kept(new, {name: old[name] for name in new})}
+
         anchor = dict(zip(names, after.arrays[ANCHOR], strict=True))
         momentum = dict(zip(names, after.momentum, strict=bool(now.momentum)))
+        variance = dict(zip(names, after.variance, strict=bool(now.variance)))
         each = list(now.residuals)
         each[number] = kept(residuals, owed)
         return now._replace(
             params={**now.params, **dict(zip(names, params, strict=True))},
-            anchor={**now.anchor, **kept(anchor, {name: now.anchor[name] for name in names})},
-            momentum={**now.momentum, **kept(momentum, {name: now.momentum[name] for name in momentum})},
+            anchor=of_members(anchor, now.anchor),
+            momentum=of_members(momentum, now.momentum),
+            variance=of_members(variance, now.variance),
+            rounds=now.rounds.at[number].add(accepted.astype(jnp.int32)),
             residuals=tuple(each),
             skipped=now.skipped + 1 - accepted.astype(jnp.int32),
         )

@@ -43,6 +43,9 @@ _REFUSED_AROUND = {
     "MultiStepsState": "optax.MultiSteps adds up the gradients of each device separately, in an array that no "
     "PartitionSpec describes; add up inside the step, or put it after the mean: optax.chain(compressed(...), "
     "optax.MultiSteps(...))",
+    "ConditionallyTransformState": "optax.conditionally_transform does not average the gradients in some steps, in "
+    "which they differ between devices; put it after the mean: optax.chain(compressed(...), "
+    "optax.conditionally_transform(...))",
     "MaskedState": "optax.masked does not average the gradients of the other arrays, which differ between devices; "
     "keep arrays exact with exact=..., or give every array a mean: optax.partition({...: tx, ...: "
     "optax.set_to_zero()}, labels)",
@@ -69,9 +72,10 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     Raises
     ------
     ValueError
-        If the mean is inside `optax.apply_if_finite`, `optax.MultiSteps` or `optax.masked`, which act on the gradients
-        of one device; or if only some transformations of an `optax.partition` have a mean, and another one is not
-        `optax.set_to_zero`; or if something such as `flax.nnx.state` has turned the state into dicts.
+        If the mean is inside `optax.apply_if_finite`, `optax.MultiSteps`, `optax.masked` or
+        `optax.conditionally_transform`, which act on the gradients of one device; or if only some transformations of an
+        `optax.partition` have a mean, and another one is not `optax.set_to_zero`; or if something such as
+        `flax.nnx.state` has turned the state into dicts.
 
     Examples
     --------

@@ -39,6 +39,7 @@ from qcomp.core.variance.policy import VariancePolicy
 from qcomp.core.variance.rules import FreezeAt
 from qcomp.core.variance.schedules import Schedule
 from qcomp.jax.kernels import FromTable, TracedKernels
+from qcomp.jax.lamb import OneBitLambState, onebit_lamb
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals
 from qcomp.jax.muon import MuonState, muon
@@ -46,7 +47,16 @@ from qcomp.jax.packing import Array, cut
 from qcomp.jax.trees import PyTree, Tree
 from qcomp.jax.vectors import correction, cut_like, joined, zeros_like
 
-__all__ = ["MuonState", "OneBitAdamState", "compressed", "muon", "onebit_adam", "scale_by_onebit_adam"]
+__all__ = [
+    "MuonState",
+    "OneBitAdamState",
+    "OneBitLambState",
+    "compressed",
+    "muon",
+    "onebit_adam",
+    "onebit_lamb",
+    "scale_by_onebit_adam",
+]
 
 
 _Moved = tuple[Array, Array, Array, Residuals, Array]
@@ -144,6 +154,8 @@ class OneBitAdamState(NamedTuple):
     variance: PyTree
     """Adam's second moment; after the warm-up, the frozen variance, which is constant and bias-corrected."""
     residuals: Residuals
+    frozen: Array
+    """The step after which the variance was frozen, int32 of shape (); 0 in the warm-up."""
     measured: Array | tuple[()] = ()
     """The step that last measured the variance, int32 of shape (); empty without ``variance_steps``."""
 
@@ -217,9 +229,9 @@ class _OneBitAdam:
         taken = Tree.of(params, "params")
         tensors = taken.whole(as_tensors(list(map(jnp.asarray, taken.leaves)), "params"))
         momentum, variance = (jax.tree.map(zeros_like, tensors) for _ in range(2))
-        last = () if self.schedule is None else jnp.int32(self.freeze)
+        last = () if self.schedule is None else jnp.int32(0)
         residuals = self.mean.residuals(params)
-        return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, residuals, last)
+        return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, residuals, jnp.int32(0), last)
 
     def update(
         self,
@@ -243,23 +255,30 @@ class _OneBitAdam:
         numbers = StepNumbers(-1.0, correction(self.adam.betas[0], count), self.adam.eps, 0.0)
         both = joined(moments), joined(taken.like(state.variance, "variance"))
         begun = _Begun(taken, moments, *both, state, weight, numbers)
-        steps, which = [self._warm_up, self._compress], jnp.asarray(count > self.freeze, jnp.int32)
+        steps, which = [self._warm_up, self._compress], jnp.asarray(state.frozen > 0, jnp.int32)
         if self.schedule is not None:
+            if isinstance(state.measured, tuple):
+                raise ValueError(
+                    "state was made without variance_steps; expected a state of this transformation: give it "
+                    "measured=state.frozen"
+                )
             steps.append(self._measure)
-            which += which * _traced(self.schedule, count - self.freeze)
+            which += which * _traced(self.schedule, count - state.frozen)
         with use_kernels(TracedKernels(state.step)):
             moved = jax.lax.switch(which, [partial(step, begun) for step in steps])
             direction, momentum, variance, residuals, accepted = moved
             took = accepted.astype(jnp.int32)
             last: Any = state.measured
+            freezes = accepted & (which == 0) & (count >= self.freeze)
             if self.schedule is not None:
-                last = jnp.where(accepted & (which == steps.index(self._measure)), count, last)
+                last = jnp.where(freezes | (accepted & (which == steps.index(self._measure))), count, last)
             new = OneBitAdamState(
                 state.step + took,
                 state.skipped + 1 - took,
                 cut_like(jnp.where(accepted, momentum, begun.momentum), state.momentum),
                 cut_like(jnp.where(accepted, variance, begun.variance), state.variance),
                 residuals,
+                jnp.where(freezes, count, state.frozen),
                 last,
             )
             return cut_like(jnp.where(accepted, direction, jnp.nan), updates), new
@@ -274,10 +293,10 @@ class _OneBitAdam:
         )
 
         def frozen(variance: Array) -> Array:
-            (corrected,) = divided([variance], bias_corrections([self.adam.betas], 1, [self.freeze]))
+            (corrected,) = divided([variance], bias_corrections([self.adam.betas], 1, [count]))
             return self._floored(corrected, begun)
 
-        variance = jax.lax.cond(count == self.freeze, frozen, lambda variance: variance, variance)
+        variance = jax.lax.cond(count >= self.freeze, frozen, lambda variance: variance, variance)
         return direction, momentum, variance, residuals, accepted
 
     def _compress(self, begun: _Begun) -> _Moved:

@@ -324,11 +324,13 @@ class PackedCodec(Codec):
         return self._tensors(packing, decode, opened)
 
     def average(
-        self, opened: Sequence[Opened], places: Sequence[Array] | None = None, *, divisor: str = "ranks"
+        self,
+        opened: Sequence[Opened],
+        places: Sequence[Array] | None = None,  # noqa: ARG002 - traced arrays have no buffers
+        *,
+        divisor: str = "ranks",
     ) -> list[Array]:
         """Return the mean over ranks of the segments of a chunk with all tensors; see `Codec.average`."""
-        if divisor != "ranks":
-            return super().average(opened, places, divisor=divisor)
         packing = _Packing([opened[0].frame])
         fields = _Fields.of(packing.counts)
         of_ranks: list[Any] = [one.message for one in opened]
@@ -336,7 +338,7 @@ class PackedCodec(Codec):
         data = _moved(messages, [packing.payloads(fields)], fields.nbytes)
 
         def average() -> dict[_Kind, Array]:
-            return {kind: _mean(kind, rows) for kind, rows in fields.payloads(data).items()}
+            return {kind: _mean(kind, rows, divisor) for kind, rows in fields.payloads(data).items()}
 
         return self._tensors(packing, average, opened)
 
@@ -596,13 +598,19 @@ def _decoded(kind: _Kind, data: Array) -> Array:
     return decoded
 
 
-def _mean(kind: _Kind, data: Array) -> Array:
+def _mean(kind: _Kind, data: Array, divisor: str = "ranks") -> Array:
     """Return the mean of rows over the ranks, added in their order, from the payloads of each rank."""
+    counts = divisor == "senders" and kind.compressor.traits.kept is not None
 
-    def add(total: Array, data: Array) -> tuple[Array, None]:
-        return total + _decoded(kind, data), None
+    def add(sums: tuple[Array, ...], data: Array) -> tuple[tuple[Array, ...], None]:
+        value = _decoded(kind, data)
+        if counts:
+            return primitives.add_sender(sums[0], sums[1], value), None
+        return (sums[0] + value,), None
 
     # Zeros that JAX takes to differ between devices if the payloads do. `finish_mean` drops the sign of a zero sum.
-    zero = (data[0, 0, :1] * 0).astype(kind.dtype)
-    total, _ = jax.lax.scan(add, jnp.broadcast_to(zero, (data.shape[1], kind.size)), data)
-    return primitives.finish_mean(total, data.shape[0])
+    zero = jnp.broadcast_to((data[0, 0, :1] * 0).astype(kind.dtype), (data.shape[1], kind.size))
+    sums, _ = jax.lax.scan(add, (zero,) * (1 + counts), data)
+    if counts:
+        return primitives.finish_senders(sums[0], sums[1])
+    return primitives.finish_mean(sums[0], data.shape[0])

@@ -430,5 +430,5 @@ def _require_fixed_lengths(compressors: Sequence[Compressor]) -> None:
         if compressor.variable_length:
             raise ValueError(
                 f"compressor is {compressor.spec}, whose payloads vary in length; expected one with payloads of fixed "
-                "length inside jax.jit, such as the same compressor without coding"
+                "length inside jax.jit, such as the same compressor without coding, or a TopK with coding='fixed'"
             )

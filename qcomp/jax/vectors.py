@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qcomp.core.numeric.arrays import compute_dtype_name
 from qcomp.core.variance.arithmetic import bias_corrections
-from qcomp.jax.packing import Array, Table, cut
+from qcomp.jax.packing import Array, cut
 from qcomp.jax.trees import PyTree
 
 __all__ = ["correction", "cut_like", "joined", "zeros_like"]
@@ -40,12 +37,5 @@ def zeros_like(x: Array) -> Array:
 
 def correction(beta: float, count: Array) -> Array:
     """Return the bias correction 1 - beta^count of a traced count of updates, from a table as the core computes it."""
-    table = _corrections(beta)
-    return jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
-
-
-@lru_cache(64)
-def _corrections(beta: float) -> Table:
-    """Return the corrections by count, until one is 1 in float32."""
-    steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
-    return np.asarray(bias_corrections([(beta, beta)] * steps, 0, range(1, steps + 1)))
+    (found,) = bias_corrections([(beta, beta)], 0, [count])
+    return found

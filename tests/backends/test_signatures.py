@@ -10,6 +10,7 @@ import qcomp
 
 PACKAGE = Path(qcomp.__file__).parent
 CORE = PACKAGE / "core"
+PRIMITIVES = sorted((CORE / "primitives").glob("*.py"))
 PAGE = (PACKAGE.parent / "docs" / "extend" / "kernels.md").read_text()
 LISTED = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", PAGE, re.MULTILINE))
 SOURCES = [
@@ -32,15 +33,16 @@ def functions(tree):
 
 
 def test_the_page_lists_every_kernel_that_the_core_calls():
-    text = "".join((CORE / name).read_text() for name in ("primitives.py", "mean/codec.py"))
+    text = "".join(path.read_text() for path in (*PRIMITIVES, CORE / "mean" / "codec.py"))
     decorated = re.findall(r"^@primitive\(.*\)\ndef (\w+)", text, re.MULTILINE)
     by_hand = re.findall(r'(?:kernel_of\(|_each\(|self\._kernels, )"(\w+)"', text)
     assert set(LISTED) == {*decorated, *by_hand}
 
 
 def test_kernels_take_the_arguments_of_their_primitives():
-    defined = functions(ast.parse((CORE / "primitives.py").read_text()))
-    defined |= functions(ast.parse((CORE / "numeric" / "low_rank.py").read_text()))
+    defined = {}
+    for path in (*PRIMITIVES, CORE / "numeric" / "low_rank.py"):
+        defined |= functions(ast.parse(path.read_text()))
     defined["decode"] = defined["decode"].replace("payload", "data")
     defined["compensate"] = defined["compensate"].replace("what, ", "")
     different = {name for name in LISTED if defined.get(name) != LISTED[name]}

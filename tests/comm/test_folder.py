@@ -111,9 +111,9 @@ def test_all_ranks_hear_of_a_rank_that_ends(tmp_path):
 
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
-    with pytest.raises(qcomp.CommunicatorError, match=r"creation: waited 0\.3 s for rank 1"):
+    with pytest.raises(qcomp.CommunicatorError, match=r"creation: waited 0\.3 s for a file from rank 1"):
         FolderCommunicator(tmp_path, 0, 2, timeout=0.3)
-    with pytest.raises(qcomp.CommunicatorError, match=r"creation: waited 0\.3 s for rank 0"):
+    with pytest.raises(qcomp.CommunicatorError, match=r"creation: waited 0\.3 s for a file from rank 0"):
         FolderCommunicator(tmp_path / "else", 1, 2, timeout=0.3)
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_died_is_named_after_a_silence(tmp_path, silence):
         raise AssertionError
 
     found = together(tmp_path, rank_main, silence=silence, timeout=60 if silence else 0.5)
-    text = "rank 1 has given no sign of life for 0.4 s" if silence else "waited 0.5 s for rank 1"
+    text = "rank 1 has given no sign of life for 0.4 s" if silence else "waited 0.5 s for a file from rank 1"
     assert any(text in str(found[rank]) for rank in (0, 2))  # the other may hear of that rank's failure first
     assert all(isinstance(found[rank], qcomp.CommunicatorError) for rank in (0, 2))
 

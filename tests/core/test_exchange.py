@@ -21,6 +21,7 @@ from qcomp.core.mean.stages import AllGather, AllToAll, drive, fuse
 from qcomp.core.mean.topologies import two_phase
 from qcomp.core.mean.topologies.registry import names
 from qcomp.core.numeric.random import replace_draws
+from qcomp.core.primitives import steps
 from qcomp.version import version_and_sources
 from tests.core.worlds import SHAPES, average, draws_of, inputs, start
 
@@ -104,9 +105,11 @@ class TestExactMean:
     def test_many_small_momenta_are_made_in_one_call(self, lockstep, factors, calls, monkeypatch):
         momenta, gradients = inputs(0, 0), inputs(0, 1)
         blends = [Blend(m, factors[i % 2], 0.7) for i, m in enumerate(momenta)]
-        expected = [primitives.momentum(b.m, g, *b[1:]) for b, g in zip(blends, gradients, strict=True)]
-        made, one_by_one = [], primitives.momentum
-        monkeypatch.setattr(primitives, "momentum", lambda *args: made.append(args) or one_by_one(*args))
+        expected = [
+            primitives.momentum(b.m, g, b.beta1, b.scale) for b, g in zip(blends, gradients, strict=True)
+        ]
+        made, one_by_one = [], steps.momentum
+        monkeypatch.setattr(steps, "momentum", lambda *args: made.append(args) or one_by_one(*args))
         ((means, _),) = lockstep([EXACT.stages(gradients, MeanState(0, 1, (), ()), blends=blends)])
         assert len(made) == calls
         assert [m.tobytes() for m in means] == [m.tobytes() for m in expected]

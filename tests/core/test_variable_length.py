@@ -93,7 +93,7 @@ class TestLayout:
         most = CODED.payload_spec(300).nbytes
         longer = qcomp.Payload(CODED.spec, 300, "float32", np.zeros(most + 1, dtype=np.uint8)).to_bytes()
         with pytest.raises(
-            PayloadError, match=f"has {most + 1} bytes of data; .* makes at most {most} of 300"
+            PayloadError, match=f"has {most + 1} bytes of data; .* makes at most {most} from 300"
         ):
             qcomp.Payload.from_bytes(longer, like=x)
 

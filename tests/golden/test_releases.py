@@ -217,7 +217,7 @@ def test_a_warning_in_another_file_or_a_second_one_is_noticed(monkeypatch):
 def test_an_import_names_the_line_of_the_script(monkeypatch):
     monkeypatch.setitem(FORMER, "qcomp.Older", Former("qcomp.Adam", "9"))
     script = compile("import qcomp\n\nfrom qcomp import Older\nfrom qcomp import Older", "script.py", "exec")
-    with pytest.warns(DeprecationWarning, match=r"qcomp.Older is now qcomp.Adam") as caught:
+    with pytest.warns(DeprecationWarning, match=r"qcomp.Older is now called qcomp.Adam") as caught:
         exec(script, namespace := {})
     assert [(each.filename, each.lineno) for each in caught] == [("script.py", 3)]
     assert namespace["Older"] is qcomp.Adam

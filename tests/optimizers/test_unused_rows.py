@@ -7,6 +7,7 @@ import pytest
 
 import qcomp
 from qcomp.core import primitives
+from qcomp.core.primitives import steps
 
 ROWS, WIDTH, FREEZE, STEPS = 6, 11, 5, 200
 NEVER, ONE_RANK, NO_LONGER, USED = 1, 2, 4, [0, 3, 5]
@@ -77,7 +78,7 @@ def test_never_used_by_any_rank(embedding, name, size):
 
 def test_a_row_without_the_mask_is_caught(embedding, monkeypatch):
     monkeypatch.setattr(
-        primitives, "frozen_step", lambda p, m, v, numbers: (primitives.adam_step(p, m, v, numbers), m)
+        steps, "frozen_step", lambda p, m, v, numbers: (primitives.adam_step(p, m, v, numbers), m)
     )
     with pytest.raises(AssertionError):
         test_never_used_by_any_rank(embedding, "1-bit", 2)

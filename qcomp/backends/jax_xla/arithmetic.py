@@ -23,7 +23,7 @@ def finish_mean(total: Array, count: Array) -> Array:
 @jax.jit
 def momentum(m: Array, g: Array, numbers: Mapping[str, Array]) -> Array:
     """Return ``beta1 * m + weight * g``, with each product rounded."""
-    return _rounded(numbers["beta1"] * m, numbers) + _rounded(numbers["weight"] * g, numbers)
+    return rounded(numbers["beta1"] * m, numbers) + rounded(numbers["weight"] * g, numbers)
 
 
 @jax.jit
@@ -40,22 +40,22 @@ def adam_step(
     """Return the new parameters and moments, without coupled decay; see `qcomp.core.primitives.adam_steps`."""
     m = momentum(m, g, numbers)
     v = momentum(
-        v, _rounded(g * g, numbers), {**numbers, "beta1": numbers["beta2"], "weight": numbers["weight2"]}
+        v, rounded(g * g, numbers), {**numbers, "beta1": numbers["beta2"], "weight": numbers["weight2"]}
     )
-    corrected = _rounded(divide(v, numbers["variance_correction"]), numbers)
+    corrected = rounded(divide(v, numbers["variance_correction"]), numbers)
     return _moved(p, m, corrected, numbers), m, v
 
 
 def _moved(p: Array, m: Array, v: Array, numbers: Mapping[str, Array]) -> Array:
     """Return the new parameters; see `qcomp.core.primitives.adam_step`."""
-    corrected = _rounded(divide(m, numbers["correction"]), numbers)
+    corrected = rounded(divide(m, numbers["correction"]), numbers)
     direction = divide(corrected, sqrt(v) + numbers["eps"])
     if "weight_decay" in numbers:
-        direction = direction + _rounded(numbers["weight_decay"] * p, numbers)
-    return p - _rounded(numbers["rate"] * direction, numbers)
+        direction = direction + rounded(numbers["weight_decay"] * p, numbers)
+    return p - rounded(numbers["rate"] * direction, numbers)
 
 
-def _rounded(x: Array, numbers: Mapping[str, Array]) -> Array:
+def rounded(x: Array, numbers: Mapping[str, Array]) -> Array:
     """Return x unchanged, but force the compiler to round it first.
 
     XLA fuses a product and a sum into one operation with one rounding, and turns x / a / b into x / (a * b). An integer

@@ -32,7 +32,7 @@ from qcomp.core.checkpoint.manifest import (
     require_no_problem,
 )
 from qcomp.core.checkpoint.mergeable import require_mergeable
-from qcomp.core.checkpoint.world import Place, Saved, World
+from qcomp.core.checkpoint.world import PartOfTensor, Saved, World
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.compressed_mean import EXACT, MeanState
 from qcomp.core.mean.framing import join, joined_size, split
@@ -211,7 +211,7 @@ def _parts(
 ) -> Stages[dict[str, Array]]:
     """Return the parts of tensors that this rank has now, from the ranks that had them; equal parts are sent once."""
     found = {key: like for key, like in template.items() if kind_of(key) in kinds}
-    held: dict[tuple[str, str], dict[tuple[Place, int], tuple[int, str, ArrayEntry]]] = {}
+    held: dict[tuple[str, str], dict[tuple[PartOfTensor, int], tuple[int, str, ArrayEntry]]] = {}
     for old, manifest in manifests.items():
         for key, entry in manifest.of_kinds(*kinds).items():
             place, size = world.place(key), math.prod(entry.shape)

@@ -16,7 +16,7 @@ from qcomp.core.state import OptimizerState
 Saved = Mapping[str, Any]
 
 
-class Place(NamedTuple):
+class PartOfTensor(NamedTuple):
     """Where a part of a tensor lies: some columns of a matrix; of one row, if the part is a range of elements."""
 
     name: str
@@ -98,11 +98,11 @@ class World:
         now, then = ({key for key in keys if kind_of(key) in self.part_kinds} for keys in every)
         return now != then
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> PartOfTensor:
         """Return where the part of a tensor with this key lies."""
         _, _, name = key.partition(".")
         if name in self.sizes:
-            return Place(name, 0, 1)
+            return PartOfTensor(name, 0, 1)
         name, _, start = name.rpartition("@")
         start, star, rows = start.partition("*")
         numbers = [int(text) if text.isdecimal() else -1 for text in (start, rows if star else "1")]
@@ -111,4 +111,4 @@ class World:
                 f"the state has {shown(key)}, but params has no such tensor: the state belongs to another model or "
                 "optimizer"
             )
-        return Place(name, *numbers)
+        return PartOfTensor(name, *numbers)

@@ -28,6 +28,7 @@ __all__ = [
     "Kind",
     "all_below",
     "array_namespace",
+    "as_count",
     "as_list",
     "bitcast",
     "bytes_of",
@@ -38,6 +39,7 @@ __all__ = [
     "digest",
     "divide",
     "dtype_name",
+    "entry",
     "exact_bounds",
     "flat",
     "flush",
@@ -414,6 +416,8 @@ def divide(x: Array, divisor: float | Array) -> Array:
         return x / (float(divisor) if is_number else divisor)
     if is_number:
         divisor = xp.asarray(float(divisor), dtype=x.dtype, device=device(x))
+    elif not isinstance(divisor, int | float) and is_traced(divisor):
+        divisor = xp.astype(divisor, x.dtype)
     divisor = xp.where(x == x, divisor, xp.ones_like(x))  # noqa: PLR0124
     return _rounded_once(operator.truediv, x, divisor) if is_of_jax else x / divisor
 
@@ -485,6 +489,17 @@ def is_traced(x: Array) -> bool:
     """Return whether x has no value yet, because a compiler is tracing the computation."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.core.Tracer)
+
+
+def as_count(number: Any) -> Any:
+    """Return a count as an int; a traced one stays as it is."""
+    return number if is_traced(number) else int(number)
+
+
+def entry(table: Sequence[float], index: Array) -> Array:
+    """Return an entry of a table, chosen by a traced index; beyond the end, the last one."""
+    xp = array_namespace(index)
+    return xp.asarray(table)[xp.minimum(index, len(table) - 1)]
 
 
 def loop(turns: int, turn: Callable[[Any, Any], Any], values: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -172,7 +172,7 @@ class Adam(Optimizer):
         settings = zip(self.betas_of(state), self.weight_decays(state), strict=True)
         weights = [(1 - beta1 if of_momenta else 1.0) * decay for (beta1, _), decay in settings]
         return tuple(
-            v + weight * to_compute_dtype(p) if weight else v
+            v + primitives.rounded(weight * to_compute_dtype(p)) if weight else v
             for v, p, weight in zip(values, params, weights, strict=True)
         )
 
@@ -206,16 +206,15 @@ class Adam(Optimizer):
         """
         settings = zip(
             self.rates(state),
-            setting_of_each(tuple(self.groups), state.names, "betas", self.betas),
-            own_counts(state, state.step + 1),
+            bias_corrections(self.betas_of(state), 0, own_counts(state, state.step + 1)),
             setting_of_each(tuple(self.groups), state.names, "eps", self.eps),
             self.weight_decays(state),
             strict=True,
         )
         return tuple(
             [
-                StepNumbers(rate, 1 - beta1**count, eps, decay if self.decoupled_weight_decay else 0.0)
-                for rate, (beta1, _), count, eps, decay in settings
+                StepNumbers(rate, correction, eps, decay if self.decoupled_weight_decay else 0.0)
+                for rate, correction, eps, decay in settings
             ]
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_communicator
-from qcomp.core.numeric.arrays import Array, require_apart
+from qcomp.core.numeric.arrays import Array, is_traced, require_apart
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
 from qcomp.core.optimizers.compression import Average, Means
@@ -389,6 +389,9 @@ class Optimizer(Replica[OptimizerState]):
         if not callable(self.learning_rate):
             return self.learning_rate
         given: Any = self.learning_rate(state.step)
+        if is_traced(given):
+            traced: float = given
+            return traced
         try:
             rate = float(given)
         except (TypeError, ValueError):

@@ -1,18 +1,31 @@
 """LAMB on the exact mean gradient: the baseline, and the warm-up of 1-bit LAMB."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.numbers import Number, choose, clamp, factor_of, root
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Lamb", "require_bounds", "trust_key"]
+__all__ = ["Change", "Lamb", "require_bounds", "trust_key"]
+
+
+class Change(NamedTuple):
+    """What a step of LAMB changes for a tensor."""
+
+    direction: Array
+    """What is subtracted from the tensor, times the rate."""
+    rate: Number
+    """The learning rate times the trust ratio."""
+    trust: Number
+    """The trust ratio."""
+    momentum: Array
+    variance: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +98,48 @@ class Lamb(Adam):
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step of LAMB with these bias corrections of the variance, and note its trust ratios."""
         tensors = as_tensors(params, "params")
+        changes = self.changes(tensors, means, state, corrections=corrections)
+        rooms = tensors if means.donate else primitives.empty_likes(tensors)
+        of_each = zip(tensors, changes, rooms, strict=True)
+        moved = [primitives.descend(p, c.direction, c.rate, 0.0, out=room) for p, c, room in of_each]
+        trust = {trust_key(name): c.trust for name, c in zip(state.names, changes, strict=True)}
+        return moved, state._replace(
+            step=state.step + 1,
+            momentum=tuple([c.momentum for c in changes]),
+            variance=tuple([c.variance for c in changes]),
+            numbers={**state.numbers, **trust},
+        )
+
+    def changes(
+        self, tensors: Sequence[Array], means: Means, state: OptimizerState, *, corrections: Sequence[float]
+    ) -> list[Change]:
+        """Return what an exact step changes for each tensor.
+
+        Parameters
+        ----------
+        tensors : sequence of arrays
+            The parameters.
+        means, state, corrections
+            As for `exact_step`.
+        """
         numbers = self._adam_numbers(state, corrections)
         found = primitives.adam_directions(
             tensors, state.momentum, state.variance, means.values, numbers, donate=means.donate
         )
-        directions, momentum, variance = zip(*found, strict=True)
-        trust = self._trust(tensors, directions)
-        rooms = tensors if means.donate else primitives.empty_likes(tensors)
-        of_each = zip(tensors, directions, numbers, trust, rooms, strict=True)
-        moved = [primitives.descend(p, d, n.step.rate * c, 0.0, out=room) for p, d, n, c, room in of_each]
-        ratios = {trust_key(name): c for name, c in zip(state.names, trust, strict=True)}
-        return moved, state._replace(
-            step=state.step + 1,
-            momentum=momentum,
-            variance=variance,
-            numbers={**state.numbers, **ratios},
-        )
-
-    def _trust(self, params: Sequence[Array], directions: Sequence[Array]) -> list[float]:
-        """Return the trust ratio of each tensor."""
-        low, high = self.trust_bounds
-        pairs = zip(*map(primitives.sums_of_squares, (params, directions)), strict=True)
+        trust = self._trust(tensors, [d for d, _, _ in found])
         return [
-            min(max(math.sqrt(own) / math.sqrt(length), low), high) if own > 0 and length > 0 else 1.0
-            for own, length in pairs
+            Change(d, factor_of(d, n.step.rate * c), c, m, v)
+            for (d, m, v), n, c in zip(found, numbers, trust, strict=True)
         ]
+
+    def _trust(self, params: Sequence[Array], directions: Sequence[Array]) -> list[Number]:
+        """Return the trust ratio of each tensor."""
+        found = []
+        for pair in zip(*map(primitives.sums_of_squares, (params, directions)), strict=True):
+            own, length = map(root, pair)
+            moves = (own > 0) & (length > 0)
+            found.append(choose(moves, clamp(own / choose(moves, length, 1.0), *self.trust_bounds), 1.0))
+        return found
 
 
 def trust_key(name: str) -> str:

@@ -95,7 +95,7 @@ class Lion(Optimizer):
         for p, m, g, rate, decay, (beta1, beta2) in settings:
             direction = array_namespace(m).sign(primitives.momentum(m, g, beta1, 1.0))
             if decay:
-                direction = direction + decay * to_compute_dtype(p)
-            moved.append(update(p, rate * direction))
+                direction = direction + primitives.rounded(decay * to_compute_dtype(p))
+            moved.append(update(p, primitives.rounded(rate * direction)))
             momentum.append(primitives.momentum(m, g, beta2, 1.0))
         return moved, state._replace(step=state.step + 1, momentum=tuple(momentum), exchange=means.exchange)

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
-from qcomp.core.kernels import Blend, FreshNumbers
-from qcomp.core.numeric.arrays import Array, array_namespace, concat, device, host_numbers
+from qcomp.core.kernels import Blend, FreshNumbers, StepNumbers
+from qcomp.core.numeric.arrays import Array, array_namespace, concat, device, host_numbers, is_traced
+from qcomp.core.numeric.numbers import Number, choose, clamp, mean_of_positive, root
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.lamb import Lamb, require_bounds, trust_key
 from qcomp.core.optimizers.onebit_adam import OneBitAdam
@@ -20,7 +21,20 @@ from qcomp.core.variance.arithmetic import divided
 from qcomp.core.variance.late import late_tensors
 from qcomp.core.variance.rules import FreezeRule, VarianceStable
 
-__all__ = ["OneBitLamb"]
+__all__ = ["FrozenChange", "OneBitLamb"]
+
+
+class FrozenChange(NamedTuple):
+    """What a compressed step changes for a tensor."""
+
+    step: StepNumbers
+    """The numbers of the step, with the trust ratio in its rate."""
+    trust: Number
+    """The trust ratio: the average of the warm-up times the factor."""
+    factor: Number
+    momentum: Array
+    fresh: Array
+    """The second variance, which follows the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,18 +183,51 @@ class OneBitLamb(OneBitAdam):
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step of LAMB, and average its trust ratios."""
         new_params, new_state = super()._exact_step(params, means, state)
-        return new_params, new_state._replace(numbers={**new_state.numbers, **self._averages(new_state)})
+        return new_params, new_state._replace(numbers={**new_state.numbers, **self.averages(new_state)})
 
     def _frozen_step(
         self, params: Sequence[Array], means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
         """Make a step with the mean momentum, the frozen variance, and trust ratios that follow its changes."""
-        betas, settings = self.adam.betas_of(state), self.adam.numbers(state)
+        changes = self.frozen_changes(params, means, state)
+        numbers = dict(state.numbers)
+        for name, change in zip(state.names, changes, strict=True):
+            numbers |= {f"factor.{name}": change.factor, trust_key(name): change.trust}
+        moved = primitives.frozen_steps(
+            params,
+            [c.momentum for c in changes],
+            state.variance,
+            [c.step for c in changes],
+            donate=means.donate,
+        )
+        new_params, momenta = zip(*moved, strict=True)
+        return list(new_params), state._replace(
+            step=state.step + 1,
+            momentum=momenta,
+            arrays={**state.arrays, "fresh": tuple([c.fresh for c in changes])},
+            numbers=numbers,
+        )
+
+    def frozen_changes(
+        self, params: Sequence[Array], means: Means, state: OptimizerState
+    ) -> list[FrozenChange]:
+        """Return what a compressed step changes for each tensor.
+
+        Parameters
+        ----------
+        params : sequence of arrays
+            The parameters.
+        means : Means
+            The means of the momenta, each multiplied by its tensor's scale.
+        state : OptimizerState
+            The state of the last step.
+        """
+        betas, steps = self.adam.betas_of(state), self.adam.numbers(state)
         values, divisors = means.values, self._scales(state)
         if not self.decoupled_weight_decay:
             values = self.adam.decayed(divided(values, divisors), params, state, of_momenta=True)
             divisors = [1.0] * len(values)
-        of_each = zip(betas, settings, divisors, strict=True)
+        of_each = zip(betas, steps, divisors, strict=True)
         found = primitives.fresh_variances(
             values,
             state.momentum,
@@ -189,22 +236,13 @@ class OneBitLamb(OneBitAdam):
             [FreshNumbers(own, step.eps, divisor) for own, step, divisor in of_each],
             donate=means.donate,
         )
-        momenta, fresh, growths = zip(*found, strict=True)
-        numbers, steps = dict(state.numbers), []
-        for name, growth, p, step in zip(state.names, growths, params, settings, strict=True):
-            last = state.numbers[f"factor.{name}"]
+        changes = []
+        for name, step, p, (m, f, growth) in zip(state.names, steps, params, found, strict=True):
+            last, average = state.numbers[f"factor.{name}"], state.numbers[f"average.{name}"]
             factor = self._factor(growth, last) if math.prod(p.shape) else last
-            trust = (state.numbers[f"average.{name}"] or 1.0) * factor
-            numbers |= {f"factor.{name}": factor, trust_key(name): trust}
-            steps.append(step._replace(rate=step.rate * trust))
-        moved = primitives.frozen_steps(params, momenta, state.variance, steps, donate=means.donate)
-        new_params, momenta = zip(*moved, strict=True)
-        return list(new_params), state._replace(
-            step=state.step + 1,
-            momentum=momenta,
-            arrays={**state.arrays, "fresh": fresh},
-            numbers=numbers,
-        )
+            trust = choose(average != 0, average, 1.0) * factor
+            changes.append(FrozenChange(step._replace(rate=step.rate * trust), trust, factor, m, f))
+        return changes
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
         """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""
@@ -212,43 +250,69 @@ class OneBitLamb(OneBitAdam):
         return super()._average(values, state, scaled)
 
     def _frozen(self, state: OptimizerState) -> OptimizerState:
-        """Return the state with a fresh variance and factors of 1, and the scales of its momenta."""
+        """Return the state after a freeze, with a fresh variance and factors of 1, and the scales of its momenta."""
+        return self.begun(state, self.lengths(state))
+
+    def lengths(self, state: OptimizerState) -> list[Number]:
+        """Return |m|_2 / sqrt(size) of each momentum, 0 for exact tensors.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
         sizes = [math.prod(m.shape) for m in state.momentum]
-        lengths = [
-            math.sqrt(square / size) if size and not exact else 0.0
-            for square, size, exact in zip(
-                primitives.sums_of_squares(state.momentum), sizes, state.exact, strict=True
-            )
+        squares = primitives.sums_of_squares(state.momentum)
+        return [
+            root(square / size) if size and not exact else 0.0
+            for square, size, exact in zip(squares, sizes, state.exact, strict=True)
         ]
-        some = [length for length in lengths if length > 0]
-        mean = math.fsum(some) / len(some) if some else 1.0
-        scales = []
+
+    def begun(self, state: OptimizerState, lengths: Sequence[Number]) -> OptimizerState:
+        """Return the state after a freeze, as the compressed stage begins with it.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step, whose variance is frozen.
+        lengths : sequence of numbers
+            From `lengths`.
+        """
+        mean, scales = mean_of_positive(lengths), []
         for m, length, exact in zip(state.momentum, lengths, state.exact, strict=True):
-            values = [] if exact else [mean / length if length > 0 else 1.0]
+            fits = length > 0
+            values = [] if exact else [choose(fits, mean / choose(fits, length, 1.0), 1.0)]
             scales.append(array_namespace(m).asarray(values, dtype=m.dtype, device=device(m)))
         return state._replace(
             arrays={**state.arrays, "fresh": tuple(map(copy, state.variance)), "scale": tuple(scales)},
             numbers={**state.numbers, **{f"factor.{name}": 1.0 for name in state.names}},
         )
 
-    def _scales(self, state: OptimizerState) -> list[float]:
+    def _scales(self, state: OptimizerState) -> list[Number]:
         """Return the scale of each tensor's momentum, read at once; 1 if the tensor stays exact."""
         scales = state.arrays["scale"]
-        read = iter(host_numbers(concat([s for s in scales if s.shape[0]])) if not all(state.exact) else ())
+        if all(state.exact):
+            return [1.0] * len(scales)
+        joined = concat([s for s in scales if s.shape[0]])
+        read = iter(joined if is_traced(joined) else host_numbers(joined))
         return [next(read) if s.shape[0] else 1.0 for s in scales]
 
-    def _averages(self, state: OptimizerState) -> dict[str, float]:
-        """Return the averages of the trust ratios, including the ratios of the last step."""
+    def averages(self, state: OptimizerState) -> dict[str, Number]:
+        """Return the averages of the trust ratios, including the ratios of the last step.
+
+        Parameters
+        ----------
+        state : OptimizerState
+            The state of the last step.
+        """
         averages = {}
         for name in state.names:
             trust, average = state.numbers[trust_key(name)], state.numbers[f"average.{name}"]
-            if trust != 1:
-                average = self.trust_decay * average + (1 - self.trust_decay) * trust if average else trust
-            averages[f"average.{name}"] = average
+            new = choose(average != 0, self.trust_decay * average + (1 - self.trust_decay) * trust, trust)
+            averages[f"average.{name}"] = choose(trust != 1, new, average)
         return averages
 
-    def _factor(self, growth: float, last: float) -> float:
+    def _factor(self, growth: Number, last: Number) -> Number:
         """Return the factor by which steps should be longer, now that the variance has changed."""
-        low, high = self.factor_bounds
-        bounded = min(max(growth, low), high)
-        return min(max(bounded, last * (1 - self.factor_change)), last * (1 + self.factor_change))
+        bounded = clamp(growth, *self.factor_bounds)
+        return clamp(bounded, last * (1 - self.factor_change), last * (1 + self.factor_change))

@@ -5,7 +5,7 @@ from typing import Any
 
 from qcomp.core.checkpoint.format import NUMBER
 from qcomp.core.checkpoint.schema import Number
-from qcomp.core.numeric.arrays import Array
+from qcomp.core.numeric.arrays import Array, as_count
 from qcomp.core.optimizers.tensors import zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.late import EXACT_STEPS
@@ -32,7 +32,7 @@ def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[i
 
     ``of`` says what is counted: "steps", or another key of `Optimizer.counts`.
     """
-    counts, prefix = [int(count)] * len(state.names), f"{_MISSED}{of}."
+    counts, prefix = [as_count(count)] * len(state.names), f"{_MISSED}{of}."
     for i, name in enumerate(state.names):
         if missed := state.numbers.get(prefix + name):
             counts[i] = max(0, counts[i] - int(missed))

@@ -113,9 +113,10 @@ class SGD(Optimizer):
     def _moved(self, decay: float, rate: float, p: Array, d: Array, m: Array) -> tuple[Array, Array]:
         """Return the parameters after a step, and their momentum."""
         if decay:
-            d = d + decay * to_compute_dtype(p)
-        new = self.momentum * m + d
-        return update(p, rate * (d + self.momentum * new if self.nesterov else new)), new
+            d = d + primitives.rounded(decay * to_compute_dtype(p))
+        new = primitives.rounded(self.momentum * m) + d
+        change = rate * (d + primitives.rounded(self.momentum * new) if self.nesterov else new)
+        return update(p, primitives.rounded(change)), new
 
 
 @dataclass(frozen=True, kw_only=True)

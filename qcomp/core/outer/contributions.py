@@ -8,7 +8,7 @@ from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.weights import factor_of
-from qcomp.core.numeric.arrays import Array, array_namespace, divide, flush
+from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.random import Key
 from qcomp.core.outer.asynchronous_state import AsynchronousState
 from qcomp.core.outer.loop import OuterLoop
@@ -99,5 +99,5 @@ def _weighted_mean(
         total = total + (primitives.scale(value, factor) if factor else xp.zeros_like(value))
         senders = senders + xp.astype(value != 0, value.dtype)
     if counts_senders and compressor.traits.kept is not None:
-        return flush(divide(total, xp.where(senders > 0, senders, xp.ones_like(senders))))
+        return primitives.finish_senders(total, senders)
     return primitives.finish_mean(total, len(payloads))

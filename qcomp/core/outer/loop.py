@@ -8,7 +8,7 @@ from typing import Any
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
-from qcomp.core.numeric.arrays import Array, array_namespace, to_compute_dtype
+from qcomp.core.numeric.arrays import Array, array_namespace, as_count, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients
 from qcomp.core.optimizers.base import require_rank
@@ -491,7 +491,9 @@ class OuterLoop(OuterSettings):
         members = self.members(state, fragment)
         part = take(state, members, self.compression)
         rounds = state.numbers[rounds_key(fragment)]
-        anchor, moved = self.outer.apply(list(part.arrays[ANCHOR]), means, part._replace(step=int(rounds)))
+        anchor, moved = self.outer.apply(
+            list(part.arrays[ANCHOR]), means, part._replace(step=as_count(rounds))
+        )
         arrays = {**moved.arrays, ANCHOR: tuple(anchor), SENT: tuple(map(nothing_like, anchor))}
         part = part._replace(
             momentum=moved.momentum, variance=moved.variance, exchange=means.exchange, arrays=arrays

@@ -6,11 +6,11 @@ These are functions of arrays and numbers, also for arrays that JAX traces.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 from qcomp.core import primitives
 from qcomp.core.kernels import StepNumbers
-from qcomp.core.numeric.arrays import Array, array_namespace, divide
+from qcomp.core.numeric.arrays import Array, array_namespace, divide, entry, is_traced
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.sums import total, totals
 
@@ -35,7 +35,19 @@ def bias_corrections(betas: Sequence[tuple[float, float]], which: int, counts: S
 
     ``which`` is 0 for the momentum and 1 for the variance; ``counts`` says how often each was updated.
     """
-    return [1 - pair[which] ** max(1, count) for pair, count in zip(betas, counts, strict=True)]
+    pairs = zip(betas, counts, strict=True)
+    if not counts or not is_traced(counts[0]):
+        return [1 - pair[which] ** max(1, count) for pair, count in pairs]
+    found = {(pair[which], id(count)): (pair[which], count) for pair, count in pairs}
+    entries = {key: entry(_corrections(beta), count) for key, (beta, count) in found.items()}
+    return [entries[pair[which], id(count)] for pair, count in zip(betas, counts, strict=True)]
+
+
+@lru_cache(64)
+def _corrections(beta: float) -> list[float]:
+    """Return the bias corrections by count, until one is 1 in float32."""
+    steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
+    return bias_corrections([(beta, beta)] * (1 + steps), 0, range(1 + steps))
 
 
 def divided(variance: Sequence[Array], corrections: Sequence[float]) -> tuple[Array, ...]:

@@ -103,6 +103,26 @@ class TestInOptax:
         for found, wanted in zip(jax.tree.leaves(checked), jax.tree.leaves(unchecked), strict=True):
             assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("kind", ["onebit_adam", "onebit_lamb"])
+    def test_a_state_knows_whether_its_variance_is_frozen(self, kind):
+        """A job that resumes with another freeze does not take a frozen variance for one of the warm-up."""
+
+        def freezing_at(freeze):
+            if kind == "onebit_adam":
+                return qcomp.jax.optax.onebit_adam(0.1, freeze, "data", b2=0.9, exact=None)
+            settings = {"betas": (0.9, 0.9), "exact": None, "watch": None, "nonfinite": "skip"}
+            return qcomp.jax.optax.onebit_lamb(
+                qcomp.OneBitLamb(learning_rate=0.1, freeze=freeze, **settings), "data"
+            )
+
+        expected, _, _ = self.trained(freezing_at(4), steps=8)
+        params, state, _ = self.trained(freezing_at(100), steps=3)
+        params, state, _ = self.trained(freezing_at(2), steps=2, params=params, state=state)
+        assert int((state[0] if kind == "onebit_adam" else state).frozen) == 4
+        params, _, _ = self.trained(freezing_at(100), steps=3, params=params, state=state)
+        assert bits(params) == bits(expected)
+
     def test_gradients_already_summed_by_jax_are_refused(self):
         mean = qcomp.jax.MeshMean(SIGN, "data", exact=None)
         tree = {"w": jnp.ones(32)}

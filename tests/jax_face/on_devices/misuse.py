@@ -198,6 +198,10 @@ def test_residuals_have_no_derivative():
     [
         (lambda tx: optax.apply_if_finite(tx, 3), r"inside ApplyIfFiniteState: .*put it after the mean"),
         (lambda tx: optax.MultiSteps(tx, 2), r"inside MultiStepsState: .*add up inside the step"),
+        (
+            lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
+            r"inside ConditionallyTransformState: .*put it behind",
+        ),
         (lambda tx: optax.masked(tx, {"w": True}), r"inside MaskedState: .*keep arrays exact with exact="),
         (
             lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a"}),

@@ -1,5 +1,7 @@
 """Muon, outer loops, weights and means over two axes take the steps of the core."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,19 @@ from tests.jax_face.on_devices.problems import (
 
 HALF = qcomp.SGD(learning_rate=0.5, momentum=0.5, nesterov=True)
 """An outer optimizer whose products are exact, so that XLA rounds as the core does."""
+ADAM = qcomp.Adam(learning_rate=0.1, betas=(0.8, 0.95))
+ADAM_WITH_ALL = qcomp.Adam(
+    learning_rate=lambda rounds: 0.5 / (1 + rounds),
+    betas=(0.8, 0.95),
+    eps=0.01,
+    weight_decay=0.1,
+    groups=[qcomp.Group("wide", learning_rate_factor=0.5, betas=(0.5, 0.75))],
+)
+SPARSE = {
+    "compressor": qcomp.TopK(k=2, bucket_size=16, value_bits=2, coding="fixed"),
+    "averaging": qcomp.Averaging(topology="all_gather", divisor="senders"),
+}
+GATHERED = qcomp.Averaging(topology="all_gather")
 CODES = qcomp.MinMaxUInt8(bucket_size=32)
 OF_MUON = {
     "learning_rate": 2**-5,
@@ -58,23 +73,27 @@ class TestOuterLoops:
         def rank_main(comm):
             mine, state, seen = params, loop.init(params, comm, names), []
             for _ in range(steps):
-                moved = zip(mine, gradients(comm.rank, mine), strict=True)
+                means = loop.average(gradients(comm.rank, mine), state, comm)
+                moved = zip(mine, means, strict=True)
                 mine, state = loop.step([p - np.float32(0.125) * g for p, g in moved], state, comm)
                 seen.append(bits(mine))
             return seen
 
         return qcomp.comm.run_local(n, rank_main)
 
-    def on_mesh(self, n, loop, steps, *, check_vma, break_at=None):
+    def on_mesh(self, n, loop, steps, *, check_vma, break_at=None, without_average=False, after=None):
         """Return the rows of all devices after each step, and the states."""
         outer, mesh, first = qcomp.jax.MeshOuterLoop(loop, "data"), mesh_of(n), tree_of(0, SHAPES)
         with jax.set_mesh(mesh):
             state = outer.init(first)
-        specs = qcomp.jax.partition_specs(state, "data")
+        params = jax.tree.map(lambda x: jnp.stack([x] * n), first)
+        params, state = after or (params, state)
+        specs, seen = qcomp.jax.partition_specs(state, "data"), []
 
         def step(params, state, curvatures, minima):
             params = own(params)
             grads = gradient(params, own(curvatures), own(minima))
+            grads = grads if without_average else outer.average(grads, state)
             params, state = outer(jax.tree.map(lambda p, g: p - 0.125 * g, params, grads), state)
             return rows(params), state
 
@@ -87,7 +106,6 @@ class TestOuterLoops:
                 check_vma=check_vma,
             )
         )
-        params, seen = jax.tree.map(lambda x: jnp.stack([x] * n), first), []
         for number in range(1, steps + 1):
             if number == break_at:
                 params = jax.tree.map(lambda x: x.at[1].set(jnp.inf), params)
@@ -114,10 +132,29 @@ class TestOuterLoops:
                 },
                 marks=pytest.mark.exhaustive,
             ),
+            (2, True, {"every": 2, "warmup": 3, "delay": 1, "outer": ADAM, "compressor": SIGN}),
+            pytest.param(
+                4,
+                False,
+                {"every": 4, "warmup": 1, "fragments": 2, "outer": ADAM_WITH_ALL},
+                marks=pytest.mark.exhaustive,
+            ),
+            pytest.param(
+                2, True, {"every": 3, "outer": qcomp.Lion(learning_rate=0.1)}, marks=pytest.mark.exhaustive
+            ),
+            pytest.param(
+                2,
+                True,
+                {"every": 2, "fragments": 2, "outer": qcomp.Lamb(learning_rate=0.1, weight_decay=0.1)},
+                marks=pytest.mark.exhaustive,
+            ),
+            pytest.param(
+                4, True, {"every": 3, "warmup": 2, **SPARSE, "decay": 0.5}, marks=pytest.mark.exhaustive
+            ),
         ],
     )
     def test_the_same_as_the_core(self, n, check_vma, settings):
-        loop = qcomp.OuterLoop(outer=HALF, exact=None, **settings)
+        loop = qcomp.OuterLoop(**{"outer": HALF, "exact": None, **settings})
         expected = self.of_core(n, loop, 12)
         for number, (params, state) in enumerate(self.on_mesh(n, loop, 12, check_vma=check_vma)):
             for rank in range(n):
@@ -137,6 +174,150 @@ class TestOuterLoops:
             assert_array_equal(np.asarray(x), np.stack([before.anchor[name]] * 2))
         assert bits(last.anchor) != bits(after.anchor)
         assert np.isfinite(last.anchor["wide"]).all()
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("warmup", [2, 0])
+    def test_a_state_knows_whether_its_warm_up_has_ended(self, warmup):
+        """A job that resumes with a shorter one begins the first round at once, from the parameters that it has."""
+        settings = {"every": 2, "outer": HALF, "exact": None, "compressor": SIGN}
+        started = self.on_mesh(2, qcomp.OuterLoop(warmup=50, **settings), 3, check_vma=True)[-1]
+        shorter = qcomp.OuterLoop(warmup=warmup, **settings)
+        params, state = self.on_mesh(2, shorter, 3, check_vma=True, after=started)[-1]
+        expected, wanted = self.on_mesh(2, qcomp.OuterLoop(warmup=4, **settings), 6, check_vma=True)[-1]
+        assert bits((params, state)) == bits((expected, wanted))
+        longer = qcomp.OuterLoop(warmup=50, **settings)
+        on = [
+            self.on_mesh(2, loop, 2, check_vma=True, after=(params, state))[-1] for loop in (shorter, longer)
+        ]
+        assert bits(on[0]) == bits(on[1])
+
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"fragments": 2}, "'fragments': 1}; expected .*'fragments': 2"),
+            (
+                {"delay": 1},
+                "'outer gradients under way': False, .* expected .*'outer gradients under way': True",
+            ),
+            ({"outer": ADAM}, "'outer second moments': False, .* expected .*'outer second moments': True"),
+            (
+                {"outer": qcomp.SGD(learning_rate=1.0)},
+                "'outer momenta': True, .*; expected .*'outer momenta': F",
+            ),
+        ],
+    )
+    def test_a_state_of_another_loop(self, changes, match):
+        settings = {"every": 2, "outer": HALF, "exact": None}
+        with jax.set_mesh(mesh_of(2)):
+            state = qcomp.jax.MeshOuterLoop(qcomp.OuterLoop(**settings), "data").init(tree_of(0))
+        rows = jax.tree.map(lambda x: jnp.stack([x] * 2), tree_of(0))
+        other = qcomp.OuterLoop(**settings | changes)
+        with pytest.raises(ValueError, match=match):
+            self.on_mesh(2, other, 1, check_vma=True, after=(rows, state))
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("breaks", ["parameters", "gradients"])
+    def test_a_warm_up_that_ends_apart(self, breaks):
+        """What differs, or is not finite, becomes NaN on all devices, as no error can be raised."""
+        loop = qcomp.OuterLoop(every=2, outer=HALF, exact=None, warmup=3)
+        if breaks == "gradients":
+            seen = self.on_mesh(2, loop, 3, check_vma=True, break_at=2)
+        else:
+            seen = self.on_mesh(2, loop, 4, check_vma=True, without_average=True)
+        params, state = seen[2]
+        assert all(np.isnan(x).all() for x in jax.tree.leaves((params, state.anchor)))
+
+
+class TestOneBitLamb:
+    SHAPES: ClassVar = {"b": (7,), "deep": [(40, 3)], "wide": [(7, 9), (7, 9)]}
+    SETTINGS: ClassVar = {
+        "betas": (0.9, 0.95),
+        "freeze": 6,
+        "compressor": SIGN,
+        "exact": lambda tensors: [t.size < 10 for t in tensors],
+        "watch": None,
+        "nonfinite": "skip",
+    }
+
+    def of_core(self, n, opt, steps, weights):
+        first, names, gradients = core_gradients(n, self.SHAPES)
+
+        def rank_main(comm):
+            params, state, seen = first, opt.init(first, comm, names), []
+            for _ in range(steps):
+                own = gradients(comm.rank, params)
+                params, state = opt.step(params, own, state, comm, weight=weights and weights[comm.rank])
+                seen.append(bits(params))
+            return seen, state.numbers
+
+        return qcomp.comm.run_local(n, rank_main)[0]
+
+    def on_mesh(self, n, opt, steps, weights, *, check_vma):
+        """Return the parameters after each step, the state before a refused step, and all after it."""
+        tx, mesh, params = qcomp.jax.optax.onebit_lamb(opt, "data"), mesh_of(n), tree_of(0, self.SHAPES)
+        with jax.set_mesh(mesh):
+            state = tx.init(params)
+        specs = qcomp.jax.partition_specs(state, "data")
+
+        def step(params, state, curvatures, minima, weights):
+            varying = jax.lax.pcast(params, "data", to="varying") if check_vma else params
+            grads = gradient(varying, own(curvatures), own(minima))
+            weight = None if weights is None else weights[0]
+            updates, state = tx.update(grads, state, params, weight=weight)
+            return optax.apply_updates(params, updates), state
+
+        run = jax.jit(
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(ALL, specs, DATA, DATA, None if weights is None else DATA),
+                out_specs=(ALL, specs),
+                check_vma=check_vma,
+            )
+        )
+        curvatures, minima = quadratics(n, self.SHAPES)
+        weighed = None if weights is None else np.float32(weights)
+        seen = []
+        for _ in range(steps):
+            params, state = jax.block_until_ready(run(params, state, curvatures, minima, weighed))
+            seen.append(bits(params))
+        minima["b"][1, 0] = np.nan
+        refused = run(params, state, curvatures, minima, weighed)
+        return seen, (params, state), refused
+
+    @pytest.mark.parametrize(
+        ("n", "check_vma", "changes", "weights"),
+        [
+            (2, True, {"weight_decay": 0.1}, None),
+            pytest.param(
+                4,
+                False,
+                {"learning_rate": lambda step: 0.25 - step / 128, "averaging": GATHERED},
+                [3, 1, 0, 2],
+                marks=pytest.mark.exhaustive,
+            ),
+            pytest.param(
+                4,
+                True,
+                {"weight_decay": 0.1, "decoupled_weight_decay": False, "trust_bounds": (0.5, 1.2)},
+                None,
+                marks=pytest.mark.exhaustive,
+            ),
+        ],
+    )
+    def test_the_same_as_the_core(self, n, check_vma, changes, weights):
+        """With a rate that is no power of two: no rounding is left to XLA."""
+        opt = qcomp.OneBitLamb(**{"learning_rate": 0.03, **self.SETTINGS, **changes})
+        expected, numbers = self.of_core(n, opt, 20, weights)
+        seen, (params, state), (after, skipped) = self.on_mesh(n, opt, 20, weights, check_vma=check_vma)
+        assert seen == expected
+        for kind in ("average", "factor"):
+            found = np.float64(np.asarray(getattr(state, kind))).sum(0)
+            wanted = [numbers[f"{kind}.{name}"] for name in qcomp.jax.names_of(params)]
+            assert_allclose(found, wanted, rtol=2.0**-46)
+        assert bits(after) == bits(params)
+        assert bits(skipped._replace(skipped=state.skipped)) == bits(state)
+        assert int(skipped.skipped) == 1
 
 
 class TestMuon:

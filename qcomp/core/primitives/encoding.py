@@ -1,34 +1,13 @@
-"""The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
-
-- `encode` and `decode` with a compressor (and feedback);
-- `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;
-- `average_of_senders`, which is made of `decode`;
-- `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, and `frozen_steps` of the frozen-variance
-  optimizers, also as `steps_of_sums` of 0/1 Adam;
-- `adam_directions` and `sums_of_squares` of LAMB, and `fresh_variances` of 1-bit LAMB;
-- `compensate`, `take_low_rank`, `orthonormal` and `next_factors` of PowerSGD, and `in_range` of a rank that is alone.
-
-All else in the core is made of these, or runs once a step on small arrays.
-"""
+"""The primitives of compressed means: encoding, decoding, averages, and the products of PowerSGD."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import (
-    AdamNumbers,
-    Blend,
-    Encoded,
-    FreshNumbers,
-    StepNumbers,
-    chosen,
-    kernel_of,
-    takes_blends,
-)
+from qcomp.core.kernels import Blend, Encoded, chosen, kernel_of, primitive, takes_blends
 from qcomp.core.numeric import low_rank
 from qcomp.core.numeric.arrays import (
     LIMIT,
@@ -45,99 +24,22 @@ from qcomp.core.numeric.arrays import (
     is_traced,
     out_of_range,
     require_below,
-    sqrt,
     to_compute_dtype,
     write_into,
 )
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.random import require_key
-from qcomp.core.numeric.sums import sum_of_squares
+from qcomp.core.primitives.steps import (
+    blended,
+    empty_like,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from qcomp.core.numeric.random import Key
     from qcomp.core.payload import Payload
     from qcomp.core.traits import AnyCompressor, Coder
-
-__all__ = [
-    "adam_directions",
-    "adam_step",
-    "adam_steps",
-    "add_up",
-    "average",
-    "average_of_senders",
-    "blended",
-    "compensate",
-    "compress_mean",
-    "decode",
-    "descend",
-    "empty_like",
-    "empty_likes",
-    "encode",
-    "finish_mean",
-    "fresh_variances",
-    "frozen_step",
-    "frozen_steps",
-    "in_range",
-    "momentum",
-    "nesterov",
-    "next_factors",
-    "orthonormal",
-    "refusal",
-    "require_accepted",
-    "scale",
-    "steps_of_sums",
-    "sums_of_squares",
-    "take_low_rank",
-]
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def primitive(
-    like: str, *, several: bool = False
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let kernels with the name of a pure function replace it; the function defines their arguments and results.
-
-    Parameters
-    ----------
-    like : str
-        The argument that selects the kernel. The kernel gets all arguments; the pure function runs if it returns None.
-    several : bool
-        Whether this argument is a sequence of arrays, the first of which decides.
-    """
-
-    def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        name, defaults = pure.__name__, pure.__kwdefaults__ or {}
-        place = pure.__code__.co_varnames.index(like)
-
-        @wraps(pure)
-        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-            x: Any = args[place] if place < len(args) else options.get(like)
-            if several:
-                x = x[0] if x else None
-            kernel = None if x is None else kernel_of(name, x)
-            found: Result | None = kernel and kernel(*args, **{**defaults, **options})
-            return pure(*args, **options) if found is None else found
-
-        return call
-
-    return decorate
-
-
-@primitive("x")
-def empty_like(x: Array) -> Array | None:
-    """Return a buffer of the shape and dtype of x, with any values, or None in a library with immutable arrays."""
-    buffer = array_namespace(x).empty_like(x)
-    return buffer if is_mutable(buffer) else None
-
-
-@primitive("arrays", several=True)
-def empty_likes(arrays: Sequence[Array]) -> list[Array | None]:
-    """Apply `empty_like` to each of several arrays of one library and device."""
-    return [empty_like(x) for x in arrays]
 
 
 def encode(
@@ -374,19 +276,22 @@ def average_of_senders(
     xp = array_namespace(like)
     total, senders = xp.zeros_like(like), xp.zeros_like(like)
     buffer = empty_like(like)
-
-    def add(total: Array, senders: Array, value: Array) -> tuple[Array, Array]:
-        return total + value, senders + xp.astype(value != 0, value.dtype)
-
     for payload in payloads:
         value = decode(compressor, payload, like, out=buffer)
-        total, senders = in_blocks(add, (total, senders, value), (total, senders))
-
-    def finish(total: Array, senders: Array) -> tuple[Array]:
-        return (flush(divide(total, xp.where(senders > 0, senders, xp.ones_like(senders)))),)
-
-    (mean,) = in_blocks(finish, (total, senders), (total,))
+        total, senders = in_blocks(add_sender, (total, senders, value), (total, senders))
+    (mean,) = in_blocks(lambda *sums: (finish_senders(*sums),), (total, senders), (total,))
     return mean if out is None else write_into(out, mean)
+
+
+def add_sender(total: Array, senders: Array, value: Array) -> tuple[Array, Array]:
+    """Return the sum and the number of senders at each element after one more rank's decompressed payload."""
+    return total + value, senders + array_namespace(value).astype(value != 0, value.dtype)
+
+
+def finish_senders(total: Array, senders: Array) -> Array:
+    """Return the mean from a sum over ranks and the number of senders at each element, 0 where there is none."""
+    xp = array_namespace(total)
+    return flush(divide(total, xp.where(senders > 0, senders, xp.ones_like(senders))))
 
 
 def compress_mean(
@@ -445,308 +350,6 @@ def finish_mean(total: Array, count: int) -> Array:
     In float64 it is zero below 2^-1022.
     """
     return flush(divide(total, count), exact=True)
-
-
-@primitive("m")
-def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
-    """Return ``beta1 * m + ((1 - beta1) * scale) * g`` in a new array, each operation rounded to the dtype of m."""
-    gradient = to_compute_dtype(g)
-    if gradient is not g:  # there may be a kernel for the wider gradient
-        return momentum(m, gradient, beta1, scale)
-    return beta1 * m + ((1 - beta1) * scale) * g
-
-
-def blended(blend: Blend, x: Array) -> Array:
-    """Return ``weight * momentum(factor * m, factor * x)`` in a new array, where factors of 1 change nothing."""
-    m, beta1, scale, factor, weight = blend
-    if factor != 1:
-        (m,), (x,) = (
-            in_blocks(partial(_times, factor), [y], [empty_like(y)]) for y in (m, to_compute_dtype(x))
-        )
-    mixed = momentum(m, x, beta1, scale)
-    return mixed if weight == 1 else in_blocks(partial(_times, weight), [mixed], [mixed])[0]
-
-
-def _times(factor: float, x: Array) -> tuple[Array]:
-    return (factor * x,)
-
-
-@primitive("m")
-def nesterov(m: Array, g: Array, beta1: float) -> tuple[Array, Array]:
-    """Return the new `momentum` m' of m and g, and Nesterov's momentum, which is the `momentum` of m' and g."""
-    new = momentum(m, g, beta1, 1.0)
-    return new, momentum(new, g, beta1, 1.0)
-
-
-@primitive("d")
-def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None = None) -> Array:
-    """Return ``p - rate * (d + decay * p)``, each operation rounded to the dtype of d, in the dtype of p.
-
-    Parameters
-    ----------
-    p : array
-        Parameters.
-    d : array
-        A direction, with the shape of p, in the dtype in which p is computed.
-    rate : float
-        Learning rate.
-    decay : float
-        Weight decay coefficient; with 0 the direction stays as it is.
-    out : array, optional
-        A buffer that the result may take, which may be p; for small arrays the result can still be a new array.
-    """
-
-    def move(p: Array, d: Array) -> tuple[Array]:
-        own = to_compute_dtype(p)
-        change = rate * (d + decay * own if decay else d)
-        return (array_namespace(p).astype(own - change, p.dtype, copy=False),)
-
-    (moved,) = in_blocks(move, (p, d), (out,))
-    return moved
-
-
-@primitive("x")
-def scale(x: Array, factor: float) -> Array:
-    """Return ``flush(factor * x)`` in a new array, the product rounded to the dtype of x."""
-    (scaled,) = in_blocks(lambda part: (flush(factor * part),), (x,), (empty_like(x),))
-    return scaled
-
-
-@primitive("m")
-def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Array, Array]:
-    """Return the parameters after a step of Adam with a frozen variance, and the momentum to keep.
-
-    Parameters
-    ----------
-    p, m, v : array
-        Parameters, averaged momentum, frozen and bias-corrected variance. The buffer of m may be reused.
-    numbers : StepNumbers
-
-    Notes
-    -----
-    m' = m where v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by a
-    scale over eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
-    """
-    xp = array_namespace(p)
-    masked = xp.where(v > 0, m, xp.zeros_like(m))
-    return adam_step(p, masked, v, numbers), masked
-
-
-@primitive("momenta", several=True)
-def frozen_steps(
-    params: Sequence[Array],
-    momenta: Sequence[Array],
-    variances: Sequence[Array],
-    numbers: Sequence[StepNumbers],
-    *,
-    donate: bool = False,
-) -> list[tuple[Array, Array]]:
-    """Apply `frozen_step` to each of several tensors.
-
-    Parameters
-    ----------
-    params, momenta, variances, numbers
-        See `frozen_step`, one for each tensor.
-    donate : bool
-        Whether new parameters may take the buffers of the old ones.
-    """
-    tensors = list(zip(params, momenta, variances, numbers, strict=True))
-    if len(tensors) == 1:
-        return [frozen_step(*tensors[0])]
-    # One at a time, since the kernels may refuse only some of them.
-    return [moved for p, m, v, n in tensors for moved in frozen_steps([p], [m], [v], [n], donate=donate)]
-
-
-@primitive("sums", several=True)
-def steps_of_sums(
-    params: Sequence[Array],
-    sums: Sequence[Array],
-    variances: Sequence[Array],
-    numbers: Sequence[StepNumbers],
-    divisors: Sequence[float],
-    *,
-    donate: bool = False,
-) -> list[tuple[Array, Array]]:
-    """Apply `frozen_step` to sums of momenta, each divided by its divisor; see `frozen_steps`.
-
-    Parameters
-    ----------
-    params, sums, variances, numbers, divisors
-        One for each tensor. The buffers of the sums may be reused.
-    donate : bool
-        Whether new parameters may take the buffers of the old ones.
-    """
-    momenta = [
-        x if by == 1 else in_blocks(partial(_over, by), [x], [empty_like(x)])[0]
-        for x, by in zip(sums, divisors, strict=True)
-    ]
-    return frozen_steps(params, momenta, variances, numbers, donate=donate)
-
-
-def _over(divisor: float, x: Array) -> tuple[Array]:
-    return (divide(x, divisor),)
-
-
-@primitive("momenta", several=True)
-def adam_steps(
-    params: Sequence[Array],
-    momenta: Sequence[Array],
-    variances: Sequence[Array],
-    gradients: Sequence[Array],
-    numbers: Sequence[AdamNumbers],
-    *,
-    donate: bool = False,
-) -> list[tuple[Array, Array, Array]]:
-    """Return parameters, momentum and variance of each of several tensors after a step of Adam.
-
-    Parameters
-    ----------
-    params, momenta, variances, gradients : sequence of arrays
-        Parameters, moments, mean gradients.
-    numbers : sequence of AdamNumbers
-    donate : bool
-        Whether the results may take the buffers of the old parameters and moments.
-
-    Notes
-    -----
-    g' = g + coupled_decay * p; m' and v' are `momentum` of m and g', of v and g' * g'; p' is `adam_step` of m' and
-    v' / variance_correction. Everything is checked before anything is written.
-    """
-    tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
-    if len(tensors) == 1:
-        return [_whole_adam_step(*tensors[0])]
-    return [
-        moved for p, m, v, g, n in tensors for moved in adam_steps([p], [m], [v], [g], [n], donate=donate)
-    ]
-
-
-def _whole_adam_step(
-    p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers
-) -> tuple[Array, Array, Array]:
-    m, v = _moments(p, m, v, g, numbers)
-    return adam_step(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
-
-
-def _moments(p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers) -> tuple[Array, Array]:
-    beta1, beta2 = numbers.betas
-    if numbers.coupled_decay:
-        g = g + numbers.coupled_decay * to_compute_dtype(p)
-    return momentum(m, g, beta1, 1.0), momentum(v, g * g, beta2, 1.0)
-
-
-def adam_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
-    """Return ``p - rate * ((m / correction) / (sqrt(v) + eps) + weight_decay * p)``, in the dtype of p."""
-    moved = to_compute_dtype(p) - numbers.rate * _direction(p, m, v, numbers)
-    return array_namespace(p).astype(moved, p.dtype, copy=False)
-
-
-def _direction(p: Array, m: Array, v: Array, numbers: StepNumbers) -> Array:
-    _, correction, eps, weight_decay = numbers
-    direction = divide(divide(m, correction), sqrt(v) + eps)
-    return direction + weight_decay * to_compute_dtype(p) if weight_decay else direction
-
-
-@primitive("momenta", several=True)
-def adam_directions(
-    params: Sequence[Array],
-    momenta: Sequence[Array],
-    variances: Sequence[Array],
-    gradients: Sequence[Array],
-    numbers: Sequence[AdamNumbers],
-    *,
-    donate: bool = False,
-) -> list[tuple[Array, Array, Array]]:
-    """Return the direction, momentum and variance of each of several tensors after a step of Adam.
-
-    Parameters
-    ----------
-    params, momenta, variances, gradients, numbers
-        See `adam_steps`.
-    donate : bool
-        Whether the results may take the buffers of the old moments.
-
-    Notes
-    -----
-    The direction is what `adam_steps` multiplies by the rate, in a new array.
-    """
-    tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
-    if len(tensors) == 1:
-        *arrays, own = tensors[0]
-        rooms = [empty_like(x) for x in (momenta[0], momenta[0], variances[0])]
-        d, m, v = in_blocks(partial(_directed, own), arrays, rooms)
-        return [(d, m, v)]
-    return [
-        found
-        for p, m, v, g, n in tensors
-        for found in adam_directions([p], [m], [v], [g], [n], donate=donate)
-    ]
-
-
-def _directed(numbers: AdamNumbers, p: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
-    m, v = _moments(p, m, v, g, numbers)
-    return _direction(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
-
-
-@primitive("arrays", several=True)
-def sums_of_squares(arrays: Sequence[Array]) -> list[float]:
-    """Return the sum of the squares of all elements of each of several arrays; see `sum_of_squares`."""
-    if len(arrays) > 1:
-        return [found for x in arrays for found in sums_of_squares([x])]
-    wide = to_compute_dtype(arrays[0])
-    return [sum_of_squares(wide)] if wide is arrays[0] else sums_of_squares([wide])
-
-
-@primitive("means", several=True)
-def fresh_variances(
-    means: Sequence[Array],
-    momenta: Sequence[Array],
-    variances: Sequence[Array],
-    fresh: Sequence[Array],
-    numbers: Sequence[FreshNumbers],
-    *,
-    donate: bool = False,
-) -> list[tuple[Array, Array, float]]:
-    """Return the momentum, the fresh variance and the growth of each of several tensors.
-
-    Parameters
-    ----------
-    means : sequence of arrays
-        Averaged momenta, each multiplied by its divisor. Their buffers may be reused.
-    momenta, variances, fresh : sequence of arrays
-        The momenta before this step, the frozen variances v, and the variances f that follow the gradients.
-    numbers : sequence of FreshNumbers
-    donate : bool
-        Whether the new fresh variances may take the buffers of the old ones.
-
-    Notes
-    -----
-    m' = mean / divisor where v > 0, else 0, as in `frozen_step`; g = (m' - b1 * m) / (1 - b1); f' is `momentum` of f
-    and g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps), where 0 takes the place of an infinite v:
-    such an element rests, so it has no part in how much the steps of the tensor grow. It is 0 without elements.
-    """
-    tensors = list(zip(means, momenta, variances, fresh, numbers, strict=True))
-    if len(tensors) == 1:
-        *arrays, own = tensors[0]
-        rooms = [empty_like(arrays[2]) for _ in range(3)]
-        m, f, growth = in_blocks(partial(_refreshed, own), arrays, rooms)
-        return [(m, f, float(array_namespace(growth).max(growth)) if math.prod(growth.shape) else 0.0)]
-    return [
-        found
-        for x, m, v, f, n in tensors
-        for found in fresh_variances([x], [m], [v], [f], [n], donate=donate)
-    ]
-
-
-def _refreshed(
-    numbers: FreshNumbers, mean: Array, old: Array, v: Array, f: Array
-) -> tuple[Array, Array, Array]:
-    xp, (beta1, beta2) = array_namespace(mean), numbers.betas
-    m = divide(mean, numbers.divisor) if numbers.divisor != 1 else mean
-    m = xp.where(v > 0, m, xp.zeros_like(m))
-    gradient = divide(m - beta1 * old, 1 - beta1)
-    f = momentum(f, gradient * gradient, beta2, 1.0)
-    finite = xp.where(xp.isfinite(v), v, xp.zeros_like(v))
-    return m, f, divide(sqrt(finite) + numbers.eps, sqrt(f) + numbers.eps)
 
 
 @primitive("x")
