@@ -24,24 +24,25 @@ demo: $(DEMO)  ## Train a language model under mpirun with four optimizers and c
 	$(WARM)
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m mpi4py examples/train_lm.py --out runs/demo
 
-# Workers keep what numba and JAX compile; more arenas of glibc only keep more.
-PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Workers keep what numba and JAX compile; more arenas of glibc only keep more. Slow tests often wait for their ranks, so
+# three workers keep two cores busy.
+PYTEST = MALLOC_ARENA_MAX=2 $(BIN)/python -m pytest --dist worksteal
 HERE = not gpu and not nvrtc and not peers
 IN_JAX = tests/backends/test_jax.py tests/contract tests/core tests/jax_face tests/optimizers tests/outer
 COMMIT = $(or $(shell git rev-parse --short HEAD 2>/dev/null),0)
 
 test: $(INSTALLED)  ## Run the quick tests, in five minutes on two cores.
 	$(BIN)/qcomp warmup --compressor sign --dtype float64 & $(WARM)
-	$(PYTEST) --max-memory 1536 -m "$(HERE) and not slow" --ignore tests/benchmarks
+	$(PYTEST) -n 2 --max-memory 1536 -m "$(HERE) and not slow" --ignore tests/benchmarks
 
 test-ci: $(INSTALLED)  ## Run the quick and the slow tests, and the tenth of the exhaustive ones that the commit's hash chooses.
-	$(PYTEST) -m "$(HERE)" --tenth $(COMMIT)
+	$(PYTEST) -n 3 -m "$(HERE)" --tenth $(COMMIT)
 
 test-exhaustive: $(INSTALLED)  ## Run the tests that take long and rarely fail.
-	$(PYTEST) -m "$(HERE) and exhaustive"
+	$(PYTEST) -n 2 -m "$(HERE) and exhaustive"
 
 test-all: $(INSTALLED)  ## Run all tests that need no GPU.
-	$(PYTEST) -m "$(HERE)"
+	$(PYTEST) -n 2 -m "$(HERE)"
 
 test-versions:  ## Run the quick tests with the lowest and newest versions, and without each optional package, on each Python.
 	$(PYTHON) tests/versions.py
