@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 
 _BEATS = 4
-"""Signs of life that a rank writes in the seconds after which the others take it for dead."""
+"""Signs of life that a rank writes in ``silence`` seconds, after which the others take a silent rank for dead."""
 
 
 class Beats:
     """The signs of life of one rank, which a thread writes, and what this rank has read of the others'.
 
-    Clocks are not compared: a rank is silent if its file has stayed the same in several looks. If a store stalls, fewer
-    looks are made, so that nobody counts as dead after it.
+    Clocks are not compared: a rank is silent if its file has stayed the same in several looks. While a store stalls,
+    fewer looks are made, so a stall makes no rank count as dead.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ class Beats:
                 self._write(b"%d" % number)
 
     def end(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._ended.set()
-        if self._thread is not threading.current_thread():  # where the garbage collector may run
+        if self._thread is not threading.current_thread():  # in which the garbage collector may call this
             self._thread.join(timeout=self._pause)
 
     def is_silent(self, rank: int, now: float) -> bool:

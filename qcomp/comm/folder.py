@@ -78,7 +78,7 @@ class _Session:
         self._store.delete(f"{self._name}/{name}")
 
     def end(self, how: str) -> None:
-        """Write a line that says why this rank has failed, or is empty, and the names of its remaining messages."""
+        """Write why this rank has failed, or an empty line if it has not, and the names of its remaining messages."""
         left = [name for names in self.sent.values() for name in names]
         self.write(f"{_END}.{self._rank}", "\n".join([" ".join(how.split()), *left]).encode())
 
@@ -118,15 +118,15 @@ class FolderCommunicator(Verbs):
     timeout : float, optional
         Seconds to wait for a rank, as for `qcomp.comm.world`.
     silence : float, optional
-        Seconds without a sign of life after which a rank counts as dead, as for `qcomp.comm.world`. A thread then
-        writes a few bytes four times in this time. None, the default, or a rank to which it was not given: a dead rank
-        is noticed only at the timeout.
+        Seconds without a sign of life after which a rank counts as dead, as for `qcomp.comm.world`. A thread writes a
+        few bytes four times in this period. If this rank or the dead one has None, the default, the death is noticed
+        only at the timeout.
 
     Raises
     ------
     CommunicatorError
-        If not all ranks arrive in time, or they differ in ``size``, or another process comes with this rank after this
-        one; or if the folder cannot be used.
+        If not all ranks arrive in time, they differ in ``size``, another process comes with the same rank after this
+        one, or the folder cannot be used.
     ValueError
         If ``rank`` is not from 0 to ``size`` - 1, or ``job`` cannot be the name of a folder.
 
@@ -190,8 +190,8 @@ class FolderCommunicator(Verbs):
     def _meet(self, job: str) -> str:
         """Return the name of a folder that only these ranks know, even if an earlier job has left files behind.
 
-        Rank 0 proposes a name made from the tokens of all ranks, until each rank has confirmed that its own token is in
-        it.
+        Rank 0 proposes a name made from the tokens of all ranks, and another if a token changes, until each rank has
+        confirmed that its own token is in the name.
         """
         token = secrets.token_hex(8)
         self._store.write(f"{job}/hello.{self.rank}", token.encode())
@@ -240,7 +240,7 @@ class FolderCommunicator(Verbs):
         return last
 
     def _require_own(self, job: str, token: str, found: str) -> None:
-        """Raise CommunicatorError if another process has come with this rank's number after it."""
+        """Raise CommunicatorError if another process with this rank's number has come after this one."""
         if found != token:
             raise CommunicatorError(
                 f"creation: another process came as rank {self.rank} of {job!r} after this one: give each process of a "
@@ -382,7 +382,7 @@ class FolderCommunicator(Verbs):
 
 @dataclass
 class _Exchange:
-    """An exchange under way: this rank's messages are written."""
+    """An exchange under way, for which this rank has written its messages."""
 
     comm: FolderCommunicator
     number: int

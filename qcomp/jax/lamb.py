@@ -50,9 +50,9 @@ class OneBitLambState(NamedTuple):
     scale: Array
     """The scale of each tensor's momentum in the compressed stage, of shape (tensors,)."""
     average: Array
-    """The average of each tensor's trust ratios, float32 of shape (2, tensors); the rows add up to 48 bits."""
+    """The average of each tensor's trust ratios, in 48 bits: the sum of two rows, float32 of shape (2, tensors)."""
     factor: Array
-    """The last factor of each tensor's average, like ``average``."""
+    """The last factor that multiplied each tensor's average; two rows, as in ``average``."""
     residuals: Residuals
     frozen: Array
     """The step after which the variance was frozen, int32 of shape (); 0 in the warm-up."""
@@ -88,10 +88,10 @@ def onebit_lamb(
     Notes
     -----
     The steps are those of `qcomp.OneBitLamb`, with the same bits, for any learning rate. Trust ratios are computed in
-    float64, as in the core: a few numbers for each tensor. Tensors of one shape are computed together; each other shape
-    adds the sums of its norms to the program, in the fixed order of the core.
+    float64, as in the core: a few numbers for each tensor. Tensors of one shape are computed together; each further
+    shape adds its own sums for norms to the program, in the fixed order of the core.
 
-    Nothing that follows it in a chain should scale the updates: trust ratios are in them already.
+    No later transformation in a chain should scale the updates, since these already contain the trust ratios.
 
     Examples
     --------
@@ -149,7 +149,7 @@ def onebit_lamb(
 
 
 class _LambTensors(NamedTuple):
-    """What a step changes, tensor by tensor."""
+    """The arrays that a step changes, by tensor."""
 
     momentum: tuple[Array, ...]
     variance: tuple[Array, ...]
@@ -185,7 +185,7 @@ class _LambInputs(NamedTuple):
         ]
 
     def each(self, function: Callable[..., Any], *columns: Sequence[Array]) -> list[Any]:
-        """Return a function's results for each tensor, given whether it is exact, and its entry of each column.
+        """Call a function for each tensor with whether it is exact and its entry of each column; return the results.
 
         Tensors of one shape are computed together, so that each further one adds little to the program.
         """
@@ -233,7 +233,7 @@ class _LambSteps:
         scale = jnp.ones(len(tensors), jnp.result_type(*jax.tree.leaves(m)))
         average, factor = (jnp.zeros((2, len(tensors)), jnp.float32).at[0].set(first) for first in (0, 1))
         residuals = self.mean.residuals(params)
-        # Not one array of zero, so that each may be donated.
+        # Three arrays instead of one, so that each may be donated.
         step, skipped, frozen_at = jnp.int32(0), jnp.int32(0), jnp.int32(0)
         return OneBitLambState(step, skipped, m, v, fresh, scale, average, factor, residuals, frozen_at)
 
@@ -357,12 +357,12 @@ def _or_one(scale: Array, dtype: Any) -> Array:
 
 
 def _update(direction: Array, rate: Any) -> Array:
-    """Return minus a direction times a rate: the step from zero."""
+    """Return ``-rate * direction``, computed as a step from zero."""
     return primitives.descend(jnp.zeros_like(direction), direction, factor_of(direction, rate), 0.0)
 
 
 def _pairs(numbers: Sequence[Array]) -> Array:
-    """Return float64 numbers as float32 ones and what these lack."""
+    """Return float64 numbers as two rows of float32: rounded values and remainders."""
     wide = jnp.stack(numbers)
     # XLA drops a conversion to float32 before one to float64, but not this rounding.
     high = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)

@@ -48,7 +48,7 @@ class MeshOuterState(NamedTuple):
     residuals: tuple[Residuals, ...]
     """The residuals of each fragment."""
     variance: dict[str, Array]
-    """The second moments of the outer optimizer, such as `Adam`, the same on all devices; empty if it has none."""
+    """The second moments of an outer optimizer such as `Adam`, the same on all devices; empty if it has none."""
     rounds: Array
     """Completed rounds of each fragment, int32 of shape (fragments,)."""
     began: Array | tuple[()]
@@ -56,7 +56,7 @@ class MeshOuterState(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """What the events of a step change."""
+    """The arrays that a step may change: at the end of a warm-up, and when a fragment departs or lands."""
 
     params: dict[str, Array]
     anchor: dict[str, Array]
@@ -92,9 +92,9 @@ class MeshOuterLoop:
     Notes
     -----
     Rounds are those of `OuterLoop`. The tensors of a fragment are cut together, so servers draw other numbers than in
-    the core. With compressors that draw nothing, the bits are the same, except where XLA rounds a product and a sum
-    only once. If an outer gradient of any device is not finite, all devices continue from the shared parameters of the
-    fragment, residuals stay as they are, and ``skipped`` counts the exchange.
+    the core. With compressors that draw nothing, the bits are the same. If an outer gradient of any device is not
+    finite, all devices continue from the shared parameters of the fragment, residuals stay as they are, and ``skipped``
+    counts the exchange.
 
     Examples
     --------
@@ -166,7 +166,7 @@ class MeshOuterLoop:
         Parameters
         ----------
         params : pytree of arrays
-            The parameters from which all devices begin, without rows for devices.
+            The parameters from which all devices begin, without an axis of the devices.
 
         Raises
         ------
@@ -206,7 +206,7 @@ class MeshOuterLoop:
         return [dict(zip(anchor, xs, strict=bool(xs))) for xs in (first.momentum, first.variance)]
 
     def _require_own(self, taken: Tree, state: MeshOuterState) -> None:
-        """Raise ValueError unless a state is of these parameters, this loop and this mesh."""
+        """Raise ValueError unless a state belongs to these parameters, this loop and this mesh."""
         if set(taken.names) != set(state.anchor):
             raise ValueError(f"params has arrays at {taken.names}; state has {tuple(state.anchor)}")
         for name, p in zip(taken.names, taken.leaves, strict=True):
@@ -278,7 +278,7 @@ class MeshOuterLoop:
         Parameters
         ----------
         params : pytree of arrays
-            This device's parameters after an inner step, without a row.
+            This device's parameters after an inner step, without the axis of the devices.
         state : MeshOuterState
             From `init` or the last step.
         weight : number or array of shape (), optional
@@ -295,8 +295,8 @@ class MeshOuterLoop:
         Raises
         ------
         ValueError
-            If the parameters have other paths or shapes than ``init`` saw, or the state is one of a loop with other
-            fragments, ``delay`` or outer moments, or of another mesh.
+            If the parameters have other paths or shapes than ``init`` saw, or the state belongs to another mesh, or to
+            a loop with other fragments, ``delay`` or outer moments.
         """
         taken = Tree.of(params, "params")
         self._require_own(taken, state)
@@ -370,7 +370,7 @@ class MeshOuterLoop:
         return assign([math.prod(x.shape) for x in tree.leaves], self.loop.fragments)
 
     def _mean_of(self, members: Sequence[int], tree: Tree) -> MeshMean:
-        """Return a fragment's mean; the policies' choices for it are those that they make given all tensors."""
+        """Return a fragment's mean, with the choices that the policies make for its tensors when given all tensors."""
         exact, compressors = self._mean.choices(tree.whole(tree.leaves))
         if all(exact[i] for i in members):
             return self._exact_mean
@@ -384,7 +384,7 @@ class MeshOuterLoop:
         )
 
     def _begun(self, now: _Moved) -> _Moved:
-        """Take the parameters after the warm-up as the shared ones; NaN unless all devices have the same bits."""
+        """Make the parameters after the warm-up the shared ones; if the devices differ in any bit, all become NaN."""
         axis, shared, alike = self.axis_name, {}, jnp.int32(1)
         for name, p in now.params.items():
             bits = jax.lax.bitcast_convert_type(p, f"uint{8 * p.dtype.itemsize}")

@@ -109,7 +109,8 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
     -----
     Running means and variances become the moments of the mixture of all ranks' data, in equal parts: the mean of the
     means, and the mean of the variances plus the variance of the means. Ranges of observers become the smallest range
-    with all of them, histories of largest magnitudes their maximum. All others are copied from rank 0, bit for bit.
+    that contains those of all ranks, and histories of largest magnitudes become their maximum. All other buffers are
+    copied from rank 0, bit for bit.
 
     Sends the name, shape, dtype and digest of each buffer to all other ranks, 2 (N - 1) / N times the bytes of the
     statistics and of the means once more, (N - 1) times the bytes of the ranges, and twice the bytes of the others from

@@ -53,7 +53,7 @@ def _of_ranks(entries: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _ask(entries: dict[str, Any], path: str, keys: Any) -> None:
-    """Replace this rank's key by the keys of old ranks; drop the other ranks' keys from ``gather_states``."""
+    """Replace this rank's key by the keys of old ranks; drop the other ranks' keys, which ``gather_states`` adds."""
     own, *others = [key for key in entries if rank_of(key)]
     for key in others:
         del entries[key]

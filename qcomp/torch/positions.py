@@ -23,18 +23,18 @@ _SAVED = "positions"
 """The key of the known positions in a saved state."""
 
 _DEPTH = 8
-"""How deep entries may lie, so that a search of a list that holds itself ends."""
+"""The greatest depth of entries: with a limit, a search ends even in a list that contains itself."""
 
 
 class Positions:
     """Which entries of optimizers' states are positions, such as float32 copies of parameters in half precision.
 
     An optimizer moves from its copy, not from the parameter. So if an outer loop writes only into the parameter, the
-    next step undoes it. An entry is a position if its tensors once equalled all their parameters, in the lower of both
-    precisions, after these had moved: before that, a fixed reference, such as Prodigy's starting point, equals them
-    too. Zeros are no evidence, since they equal a momentum of zero, and neither are single numbers, which may equal a
-    count of steps. If all parameters are constant or have not moved, an entry counts as a position only while it equals
-    them.
+    next step undoes the change. An entry is a position if its tensors have once equalled all their parameters, in the
+    lower of the two precisions, after the parameters had moved: before they move, a fixed reference, such as Prodigy's
+    starting point, equals them too. Zeros are no evidence, since a momentum may be zero as well, and neither are single
+    numbers, which may equal a count of steps. If all parameters are constant or have not moved, an entry counts as a
+    position only while it equals them.
 
     Copies may also lie outside the state, as in apex: in an attribute of the optimizer whose tensors once were all
     copies of different parameters.
@@ -72,7 +72,7 @@ class Positions:
 
     @property
     def saved(self) -> dict[str, list[list[str | int]]]:
-        """The entry of a saved state that names the known positions: z of schedule-free equals its parameter once."""
+        """The entry of a saved state that names the positions: z of schedule-free soon differs from its parameter."""
         named = [
             [number, *keys] for number, keys in self.known if all(type(key) in (str, int) for key in keys)
         ]
@@ -206,7 +206,7 @@ class Positions:
 
 
 def without_positions(saved: Any) -> tuple[Any, list[Any] | None]:
-    """Return saved states, or one, without the entry of `Positions.saved`, and what it names; None without an entry.
+    """Return saved states, or a single one, without the entry of `Positions.saved`, and the places it named, or None.
 
     An entry that is damaged stays, so that loading refuses the state on every rank.
     """
@@ -242,7 +242,7 @@ def entries(state: Any, keys: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes outside its state; none for qcomp's optimizers, whose states show them."""
+    """Return an optimizer's attributes outside its state; none for qcomp's optimizers, which keep no copies there."""
     if isinstance(optimizer, AveragingOptimizer):
         return {}
     return {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}

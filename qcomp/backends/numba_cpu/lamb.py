@@ -1,4 +1,4 @@
-"""What LAMB needs besides a step of Adam: `sums_of_squares` and `fresh_variances` of `qcomp.core.primitives`.
+"""The kernels of LAMB besides those of Adam: `sums_of_squares` and `fresh_variances` of `qcomp.core.primitives`.
 
 Kernels take addresses, so one call and all threads work on all tensors, however many and small.
 
@@ -25,7 +25,7 @@ _RUN = 1 << 10
 _COLUMNS = 1 << 12
 """Columns that are added up at once, few enough that the unfinished sums stay in the second-level cache."""
 _ROWS_OF = 1 << 15
-"""The halving tree of a tensor is made in two parts, so that the first leaves at most this many sums."""
+"""The most sums that the first of two passes over a tensor's halving tree leaves to the second."""
 
 
 def sums_of_squares(addresses: Longs, sizes: Sequence[int], dtype: np.dtype[Any]) -> list[float]:
@@ -70,8 +70,8 @@ def fresh_variances(
     Parameters
     ----------
     tensors : array of int64
-        A row for each tensor: the addresses of the averaged momentum, which becomes the momentum, of the last momentum,
-        of the frozen variance and of the fresh one, then of the array for the new fresh variance, which may be the old.
+        A row of addresses for each tensor: the averaged momentum, which the new momentum overwrites; the last momentum;
+        the frozen variance; the fresh variance; and the array for the new fresh variance, which may be the old one.
     sizes : sequence of int
         Elements of each tensor.
     numbers : sequence of FreshNumbers
@@ -102,7 +102,7 @@ def _height(size: int) -> int:
 
 
 def _peaks(addresses: Longs, sizes: Sequence[int], dtype: np.dtype[Any]) -> list[float]:
-    """Return the largest magnitude in each array, or NaN if there is one."""
+    """Return the largest magnitude in each array, or NaN if the array contains one."""
     lengths = np.asarray(sizes, np.int64)
     ends, kernel = np.cumsum(-(-lengths // _COLUMNS)), _peak.of(dtype).compiled
 
@@ -190,7 +190,7 @@ def _fold(
                         a += halves[level]
                         b += halves[level]
                     b = min(b, halves[level - 1] if level > 0 else x.size)
-                # The sums of the leaves before this one wait in the room, one for each 1 in the number of the leaf.
+                # The sums of the leaves before this one wait in the room, one for each 1 bit of this leaf's number.
                 depth = 0
                 for level in range(levels):
                     depth += leaf >> level & 1
@@ -247,7 +247,7 @@ def _mix_squares_into(f: Floats, g: Floats, keep: np.float32, new: np.float32) -
 
 @inline
 def _may_exceed(v: Floats, f: Floats, bound: np.float32) -> bool:
-    """Return whether the root of v / f may exceed the root of the bound, or where products may be subnormal."""
+    """Return whether v / f may exceed the bound anywhere; True too where products may be subnormal."""
     small = by_width(v, F(2.0**-100), 2.0**-1000)
     bits = as_signed(v.dtype.type(0))
     for i in range(v.size):

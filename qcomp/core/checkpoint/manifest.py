@@ -226,7 +226,7 @@ def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, 
 def own_kinds_in(replica: Described, saved: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the kinds of arrays in a saved state that only its rank has, sorted; none if the state fits every rank.
 
-    Numbers and texts are Python objects; only the keys of arrays are read.
+    ``saved`` must hold its numbers and texts as Python objects; its arrays may be anything, as only their keys count.
     """
     present = {kind_of(key) for key in array_keys(saved)}
     return tuple(sorted(present.intersection(replica.differing_kinds(saved))))

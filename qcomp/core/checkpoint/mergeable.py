@@ -1,4 +1,4 @@
-"""Checks that the dicts of an old world can be merged in a new one, alike on all ranks."""
+"""Checks, with the same outcome on all ranks, that the dicts of an old world can be merged in a new one."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ def require_mergeable(
 ) -> dict[str, int]:
     """Return the number of old ranks over which each tensor's residuals are averaged, by tensor name.
 
-    This is the number of ranks with a worker or a server residual for an element: the server of a chunk may not be a
+    This is the number of ranks with a worker or a server residual for an element: the server of a chunk need not be a
     worker for it. If some of the ``size`` dicts are missing, it is the number of all old ranks.
     """
     apart = (WORKER, SERVER, *world.owned_kinds, *world.part_kinds)

@@ -43,7 +43,7 @@ from qcomp.core.reporting import name_ranks, warn_caller
 
 
 def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
-    """Return this rank's dict in a new world from the dicts of an old one, spread over the new ranks in any way.
+    """Return this rank's dict in a new world from an old world's dicts, which may be spread over the ranks in any way.
 
     In a world like the old one, every rank gets the dict with its own number, unchanged. If the worlds differ only in
     the servers of some chunks, as with and without ``tensorwise``, server residuals go to the new servers, unchanged.
@@ -185,7 +185,7 @@ def _only_servers_move(
 def _served_once(lengths: Iterable[tuple[str, int]], world: World) -> set[str] | None:
     """Return the tensors that have server residuals, or None unless each of their elements has exactly one.
 
-    ``lengths`` are the keys and the elements of the server residuals of all ranks.
+    ``lengths`` gives the key and the number of elements of each server residual of all ranks.
     """
     served: dict[str, list[Part]] = {}
     try:
@@ -209,7 +209,7 @@ def _parts(
     *,
     kinds: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return the parts of tensors that this rank has now, from the ranks that had them; equal parts are sent once."""
+    """Return this rank's parts of tensors in the new world; a part that several dicts hold is sent once."""
     found = {key: like for key, like in template.items() if kind_of(key) in kinds}
     held: dict[tuple[str, str], dict[tuple[PartOfTensor, int], tuple[int, str, ArrayEntry]]] = {}
     for old, manifest in manifests.items():

@@ -1,4 +1,4 @@
-"""The world in which a saved state resumes, and where the parts of tensors lie in it."""
+"""The world in which a saved state resumes, and the part of a tensor that the key of an array stands for."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -17,12 +17,12 @@ Saved = Mapping[str, Any]
 
 
 class PartOfTensor(NamedTuple):
-    """Where a part of a tensor lies: some columns of a matrix; of one row, if the part is a range of elements."""
+    """Where a part lies in its tensor: columns of a matrix, which has one row if the part is a range of elements."""
 
     name: str
     """The name of the tensor."""
     start: int
-    """The number of elements in the columns before."""
+    """The number of elements in the columns before the part."""
     rows: int
     """The number of rows of the matrix."""
 
@@ -99,7 +99,7 @@ class World:
         return now != then
 
     def place(self, key: str) -> PartOfTensor:
-        """Return where the part of a tensor with this key lies."""
+        """Return where the part with this key lies in its tensor."""
         _, _, name = key.partition(".")
         if name in self.sizes:
             return PartOfTensor(name, 0, 1)

@@ -18,8 +18,9 @@ class Sharding:
 
     A tensor is cut along one of its axes. With S shards, n slices along this axis become shards of ceil(n / S) slices;
     the last shards are shorter or empty. ``torch.chunk`` and ``Shard`` of torch cut in the same places. If the axes
-    before it are joined to rows, and the axis and those after it to columns, a shard holds some columns. Elements
-    are counted in the order of the shards: first those of the first shard.
+    before the axis of the cut are joined to rows, and this axis and the later ones to columns, the tensor becomes a
+    matrix, and a shard is some of its columns. Elements are counted in the order of the shards: first those of the
+    first shard.
 
     Parameters
     ----------
@@ -122,7 +123,7 @@ class Sharding:
 
 
 def columns(x: Array, rows: int, start: int, stop: int) -> Array:
-    """Return some columns of a flat matrix, flat; ``start`` and ``stop`` count the elements of the columns before."""
+    """Return some columns of a flat matrix, flat: those after ``start`` elements in whole columns, up to ``stop``."""
     if rows == 1:
         return x[start:stop]
     xp = array_namespace(x)

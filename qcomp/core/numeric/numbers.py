@@ -1,4 +1,4 @@
-"""Arithmetic on numbers that a step computes from arrays: floats, or float64 scalars where a compiler traces it."""
+"""Arithmetic on numbers that a step computes from arrays: floats, or float64 scalars while a compiler traces."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def as_number(x: Array) -> Number:
 
 
 def factor_of(x: Array, number: Number) -> Number:
-    """Return a number as it multiplies an array without changing the array's dtype."""
+    """Return a number in a type that multiplies an array without changing the array's dtype."""
     return number.astype(x.dtype) if is_traced(number) else number
 
 
@@ -30,7 +30,7 @@ def choose(condition: Any, one: Number, other: Number) -> Number:
 
 
 def clamp(x: Number, low: Number, high: Number) -> Number:
-    """Return a number, or the bound that it is beyond."""
+    """Return a number, or the nearest bound if it lies outside the bounds."""
     return choose(x < low, low, choose(x > high, high, x))
 
 

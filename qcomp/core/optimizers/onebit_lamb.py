@@ -245,7 +245,7 @@ class OneBitLamb(OneBitAdam):
         return changes
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
-        """Ask for the mean with each compressed tensor scaled, so that all have about the same size."""
+        """Ask for the mean with each compressed tensor scaled, so that all have about the same magnitude."""
         scaled = [b._replace(factor=s) for b, s in zip(blends, self._scales(state), strict=True)]
         return super()._average(values, state, scaled)
 

@@ -62,11 +62,11 @@ def encode(
     key : Key or None
         For compressors that draw.
     out : array, optional
-        A buffer for the new residual: the old one, x itself if it has the dtype of the residual, or one that shares
-        memory with neither, which is the fastest. x is used up if it is the buffer; the old residual is used up only if
-        nothing is out of range.
+        A buffer for the new residual: the old residual, x itself if it has the dtype of the residual, or a buffer that
+        shares memory with neither, which is the fastest. x is used up if it is the buffer; the old residual is used up
+        only if nothing is out of range.
     blend : Blend, optional
-        Compress what x is `blended` into instead of x; a kernel may do both at once.
+        Compress the result of `blended` for x instead of x; a kernel may do both at once.
 
     Returns
     -------
@@ -118,7 +118,7 @@ def encode(
     else:
         refused = out_of_range(values, limit)
         accepted = refused == 0
-        # The code below must process refused values, although they are meaningless: so it gets zeros.
+        # The code below runs even if values are refused, so it is given zeros in their place.
         if not is_traced(values):
             values = xp.where(accepted, values, xp.zeros_like(values))
             compensated = xp.reshape(values, compensated.shape)
@@ -183,7 +183,7 @@ def decode(
 
     Notes
     -----
-    Adding has the roundings of ``out + decode(data)`` in the dtype of ``out``.
+    The sum is rounded as ``out + decode(data)`` in the dtype of ``out``.
     """
     coder = compressor.coder
     if coder is not None:
@@ -284,7 +284,7 @@ def average_of_senders(
 
 
 def add_sender(total: Array, senders: Array, value: Array) -> tuple[Array, Array]:
-    """Return the sum and the number of senders at each element after one more rank's decompressed payload."""
+    """Return the sum and the number of senders at each element after adding one more rank's decompressed payload."""
     return total + value, senders + array_namespace(value).astype(value != 0, value.dtype)
 
 
@@ -345,9 +345,9 @@ def compress_mean(
 
 @primitive("total")
 def finish_mean(total: Array, count: int) -> Array:
-    """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126; its buffer may be reused.
+    """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126, and below 2^-1022 in float64.
 
-    In float64 it is zero below 2^-1022.
+    The buffer of the sum may be reused.
     """
     return flush(divide(total, count), exact=True)
 
@@ -379,8 +379,8 @@ def compensate(
     Raises
     ------
     NonFiniteError
-        If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned; if x is
-        ``out``, it is then used up.
+        If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned. In that
+        case x is used up if it is ``out``.
     """
     exact = residual is None
     limit = exact_bounds(x)[1] if exact else LIMIT

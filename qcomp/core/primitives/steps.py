@@ -97,7 +97,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
 
 
 def rounded(x: Array) -> Array:
-    """Return x, rounded to its dtype before anything is added to it, also where a compiler would fuse the two."""
+    """Return x, rounded to its dtype before anything is added to it, even where a compiler would fuse operations."""
     kernel = kernel_of("rounded", x) if is_traced(x) else None
     found: Array | None = kernel and kernel(x)
     return x if found is None else found
@@ -122,8 +122,8 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Arr
 
     Notes
     -----
-    m' = m where v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by a
-    scale over eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
+    m' = m where v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by
+    scale / eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
     """
     xp = array_namespace(p)
     masked = xp.where(v > 0, m, xp.zeros_like(m))
@@ -321,7 +321,7 @@ def fresh_variances(
     -----
     m' = mean / divisor where v > 0, else 0, as in `frozen_step`; g = (m' - b1 * m) / (1 - b1); f' is `momentum` of f
     and g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps), where 0 takes the place of an infinite v:
-    such an element rests, so it has no part in how much the steps of the tensor grow. It is 0 without elements.
+    such an element rests, so it has no part in how much the steps of the tensor grow. An empty tensor has growth 0.
     """
     tensors = list(zip(means, momenta, variances, fresh, numbers, strict=True))
     if len(tensors) == 1:

@@ -12,6 +12,7 @@ from qcomp.core import primitives
 from qcomp.core.kernels import StepNumbers
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, entry, is_traced
 from qcomp.core.numeric.cache_blocks import in_blocks
+from qcomp.core.numeric.numbers import Number
 from qcomp.core.numeric.sums import total, totals
 
 __all__ = [
@@ -30,7 +31,9 @@ LARGEST_WEIGHT = 0.25
 square is often near zero, and its element would make long steps."""
 
 
-def bias_corrections(betas: Sequence[tuple[float, float]], which: int, counts: Sequence[int]) -> list[float]:
+def bias_corrections(
+    betas: Sequence[tuple[float, float]], which: int, counts: Sequence[Number]
+) -> list[Number]:
     """Return the bias corrections 1 - b^count of some tensors, at least those of one step.
 
     ``which`` is 0 for the momentum and 1 for the variance; ``counts`` says how often each was updated.

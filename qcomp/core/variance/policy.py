@@ -232,9 +232,9 @@ class VariancePolicy:
     def adopt(self, saved: Mapping[str, Any], begun: OptimizerState) -> Mapping[str, Any]:
         """Return a saved state with exactly the entries of this policy: the saved ones if they fit, else new ones.
 
-        A state may have been saved without a watch or by one with another sample, or without ``variance_steps``, which
-        in that case begin at the state's step. ``begun`` is a state at the start of the saved state's stage, with the
-        same step.
+        A state may have been saved without a watch, or by a watch with another sample. If it was saved without
+        ``variance_steps``, these begin at its step. ``begun`` is a state at the start of the saved state's stage, with
+        the same step.
         """
         watched = zip(begun.names, begun.arrays.get(WATCHED, ()), strict=False)
         wanted: dict[str, Any] = {NUMBER + name: x for name, x in begun.numbers.items()}

@@ -200,7 +200,7 @@ class ElasticOuterLoop(QuorumMember):
         return self._state.step == before.step + 1
 
     def _exchange(self) -> bool:
-        """Make the exchange that all replicas have reached; return True if it is done, or if the warm-up has none."""
+        """Make the exchange that all replicas have reached; return whether it is done, always True in the warm-up."""
         if self._state.stage == WARMUP:
             return True
         if not self._run(self._loop_stages):
