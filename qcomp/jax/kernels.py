@@ -114,8 +114,8 @@ class TracedKernels(JaxKernels):
         power = power_of_two_below(jnp.max(jnp.abs(flat)))
         scaled = divide(flat, power)
         wide = [total(rounded(scaled * scaled, self._numbers(x))), power]
-        found, power = map(as_number, wide)
-        return jnp.where(jnp.all(jnp.isfinite(flat)), found * power * power, jnp.inf)
+        found, factor = map(as_number, wide)
+        return jnp.where(jnp.all(jnp.isfinite(flat)), jnp.asarray(found * factor * factor), jnp.inf)
 
     def momentum(self, m: Array, g: Array, beta1: float, scale: float) -> Array | None:
         """Return ``beta1 * m + (1 - beta1) * scale * g``."""

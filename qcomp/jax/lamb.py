@@ -302,7 +302,8 @@ class _LambSteps:
             core = begun.core(exact, momentum=m, variance=v)
             corrections = bias_corrections(betas, 1, [state.step + 1])
             (variance,) = frozen([v], corrections, [exact], optimizer.variance_floor)
-            return variance, jnp.asarray(*optimizer.lengths(core))
+            (length,) = optimizer.lengths(core)
+            return variance, jnp.asarray(length)
 
         with jax.enable_x64(True):
             columns = begun.params, taken.like(means, "means"), old.momentum, old.variance

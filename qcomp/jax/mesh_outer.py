@@ -212,8 +212,8 @@ class MeshOuterLoop:
         for name, p in zip(taken.names, taken.leaves, strict=True):
             if jnp.shape(p) != state.anchor[name].shape:
                 raise ValueError(
-                    f"params has at {name!r} the shape {jnp.shape(p)}; expected {state.anchor[name].shape}: this "
-                    "device's parameters, without the axis of the devices"
+                    f"the array of params at {name!r} has shape {jnp.shape(p)}; expected {state.anchor[name].shape}, "
+                    "the shape of this device's parameters, without the axis of the devices"
                 )
         for name, row in state.sent.worker.items():
             if jnp.shape(row)[0] != 1:

@@ -485,7 +485,7 @@ def truncate_last_bit(x: Array) -> Array:
     return bitcast(xp.bitwise_and(bitcast(x, integer), mask), x.dtype)
 
 
-def is_traced(x: Array) -> bool:
+def is_traced(x: object) -> bool:
     """Return whether x has no value yet, because a compiler is tracing the computation."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.core.Tracer)
@@ -496,10 +496,12 @@ def as_count(number: Any) -> Any:
     return number if is_traced(number) else int(number)
 
 
-def entry(table: Sequence[float], index: Array) -> Array:
+def entry(table: Sequence[float], index: float) -> float:
     """Return an entry of a table, chosen by a traced index; beyond the end, the last one."""
-    xp = array_namespace(index)
-    return xp.asarray(table)[xp.minimum(index, len(table) - 1)]
+    traced: Any = index
+    xp: Any = array_namespace(traced)
+    found: float = xp.asarray(table)[xp.minimum(traced, len(table) - 1)]
+    return found
 
 
 def loop(turns: int, turn: Callable[[Any, Any], Any], values: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -8,24 +8,30 @@ from qcomp.core.numeric.arrays import Array, array_namespace, is_traced
 
 __all__ = ["Number", "as_number", "choose", "clamp", "factor_of", "mean_of_positive", "root"]
 
-Number = Any
+Number = float
+"""A float; while a compiler traces, a float64 scalar takes its place."""
 
 
 def as_number(x: Array) -> Number:
     """Return the only element of an array."""
-    xp = array_namespace(x)
-    return xp.astype(x, xp.float64) if is_traced(x) else float(x)
+    xp: Any = array_namespace(x)
+    found: Number = xp.astype(x, xp.float64) if is_traced(x) else float(x)
+    return found
 
 
 def factor_of(x: Array, number: Number) -> Number:
     """Return a number in a type that multiplies an array without changing the array's dtype."""
-    return number.astype(x.dtype) if is_traced(number) else number
+    traced: Any = number
+    found: Number = traced.astype(x.dtype) if is_traced(traced) else number
+    return found
 
 
 def choose(condition: Any, one: Number, other: Number) -> Number:
     """Return one number if a condition holds, else the other."""
     if is_traced(condition):
-        return array_namespace(condition).where(condition, one, other)
+        xp: Any = array_namespace(condition)
+        found: Number = xp.where(condition, one, other)
+        return found
     return one if condition else other
 
 
@@ -36,7 +42,12 @@ def clamp(x: Number, low: Number, high: Number) -> Number:
 
 def root(x: Number) -> Number:
     """Return the square root."""
-    return array_namespace(x).sqrt(x) if is_traced(x) else math.sqrt(x)
+    if is_traced(x):
+        traced: Any = x
+        xp: Any = array_namespace(traced)
+        found: Number = xp.sqrt(traced)
+        return found
+    return math.sqrt(x)
 
 
 def mean_of_positive(numbers: Sequence[Number]) -> Number:
@@ -46,5 +57,5 @@ def mean_of_positive(numbers: Sequence[Number]) -> Number:
         return choose(
             some > 0, sum(choose(x > 0, x, 0.0) for x in numbers) / choose(some > 0, some, 1.0), 1.0
         )
-    some = [x for x in numbers if x > 0]
-    return math.fsum(some) / len(some) if some else 1.0
+    positive = [x for x in numbers if x > 0]
+    return math.fsum(positive) / len(positive) if positive else 1.0
