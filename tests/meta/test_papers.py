@@ -35,8 +35,14 @@ def test_a_design_with_one_fault_breaks_a_law(compressor, law):
     assert [name for name, _ in compressor_contract(Case(compressor, np), 20).broken(only=law)] == [law]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("compressor", papers.PAPERS, ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        pytest.param(c, marks=pytest.mark.exhaustive if number % 6 else pytest.mark.slow)
+        for number, c in enumerate(papers.PAPERS)
+    ],
+    ids=str,
+)
 def test_correct_compressors_after_published_designs_pass(compressor):
     check_compressor(compressor, max_examples=5)
