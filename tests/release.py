@@ -101,6 +101,8 @@ def fragments(root: Path) -> list[Path]:
             raise Problem(f"changes/{path.name} is not named NAME.KIND.md, KIND one of {', '.join(KINDS)}")
         if not lines or not all(line.startswith(("- ", "  ")) for line in lines):
             raise Problem(f"changes/{path.name} has a line that begins with neither '- ' nor two spaces")
+        if "](docs/" in path.read_text():
+            raise Problem(f"changes/{path.name} has a link, which breaks on the site: write `docs/PAGE.md`")
     return sorted(files, key=lambda path: KINDS.index(path.suffixes[-2][1:]))
 
 

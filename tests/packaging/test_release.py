@@ -79,6 +79,7 @@ def test_a_project_that_is_ready_has_no_problem(project):
         ("changes/ring.new.md", "- A ring.\n", "changes", "ring.new.md is not named NAME.KIND.md"),
         ("changes/ring.added.md", "A ring.\n", "changes", "begins with neither"),
         ("changes/ring.added.md", "", "changes", "begins with neither"),
+        ("changes/ring.added.md", "- A [ring](docs/ring.md).\n", "changes", "has a link"),
         ("tests/golden/0.9/names.json", "{ }\n", "released files", "changed since v0.9"),
         ("tests/golden/0.9/more.json", "{ }\n", "released files", "changed since v0.9"),
         (
