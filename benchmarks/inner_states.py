@@ -19,9 +19,8 @@ from typing import Any
 import page
 import torch
 from race.settings import BETAS, DECAY
-from race.tasks import TASKS
+from race.tasks import TASKS, loss_of
 from schedule import Cosine
-from torch.nn import functional
 from tqdm import tqdm
 
 import qcomp
@@ -93,11 +92,10 @@ def train(outer: str, ranks: int, seed: int, choice: str, steps: int) -> dict[st
         loop = qcomp.torch.OuterLoop(model, optimizer, settings, comm=comm, inner_state=inner_state)
         rate, before, largest = Cosine(RATE, steps), comm.bytes_sent, 0.0
         for step in tqdm(range(steps), desc=choice, disable=comm.rank > 0, mininterval=10):
-            windows = TASK.draw(seed, comm.rank, step)
+            inputs, wanted = TASK.draw(seed, comm.rank, step)
             optimizer.param_groups[0]["lr"] = rate(step)
             optimizer.zero_grad()
-            logits = model(windows[:, :-1])
-            torch.autograd.backward(functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()))
+            torch.autograd.backward(loss_of(model(inputs), wanted))
             optimizer.step()
             if (step + 1) % EVERY == 0:
                 largest = max([largest, *map(largest_update, optimizer.state.values())])

@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace) -> bool:
                 there = plan.of(plan.read(options.out / "seconds.jsonl"), task=task, ranks=ranks, link=link)
                 rounds = options.rounds or ROUNDS[link]
                 done = {row["method"] for row in there if row["rounds"] >= rounds}
-                wanted = [method for method in options.methods if method not in done]
+                wanted = [name for name in options.methods if name not in done and not METHODS[name].varies]
                 for first in range(0, len(wanted), AT_ONCE):
                     if time.monotonic() > options.until:
                         return failed

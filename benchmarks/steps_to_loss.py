@@ -20,6 +20,7 @@ import page
 from race import plan
 from race.methods import METHODS, OFTEN
 from race.tasks import TASKS as RACED
+from race.tasks import Text
 
 Curve = Sequence[tuple[int, float]]
 
@@ -182,7 +183,8 @@ def _race(studies: Path) -> list[dict[str, Any]]:
         if plan.final(row) < float("inf"):
             runs[row["ranks"], row["task"], row["method"]][row["rate"]][row["seed"]] = row
     found = []
-    for ranks, task, (method, (name, *exacts)) in product((2, 4), RACED, RACE.items()):
+    texts = [task for task, raced in RACED.items() if isinstance(raced, Text)]
+    for ranks, task, (method, (name, *exacts)) in product((2, 4), texts, RACE.items()):
         exact, best = exacts[0 if ranks == 2 else -1], partial(_best_of_first_rates, rows, task)
         rate = best(exact)
         tuned = rate if ranks == 2 else best(method)

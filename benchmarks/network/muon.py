@@ -20,9 +20,8 @@ import torch.distributed as dist
 from race.methods import ALL, BLOCKS, ONE
 from race.peers import data_parallel
 from race.settings import BETAS, DECAY, OTHERS
-from race.tasks import TASKS
+from race.tasks import TASKS, loss_of
 from timing import machine, rounded, spread
-from torch.nn import functional
 
 import qcomp.torch
 from network.launch import RATES
@@ -110,13 +109,11 @@ class Training:
 
     def step(self) -> list[float]:
         """Make a step, and return this rank's seconds, and those of its phases if they are known."""
-        windows = TASK.draw(0, dist.get_rank(), self.done)
+        inputs, wanted = TASK.draw(0, dist.get_rank(), self.done)
         self.done += 1
         dist.barrier()
         start = time.perf_counter()
-        logits = self.model(windows[:, :-1])
-        error = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        torch.autograd.backward(error)
+        torch.autograd.backward(loss_of(self.model(inputs), wanted))
         computed = time.perf_counter()
         if self.optimizer is not None:
             self.optimizer.step()

@@ -68,9 +68,14 @@ def often(settings: Settings) -> Settings:
     return replace(settings, every=min(settings.every, OFTEN))
 
 
-def outer_often(step: int, settings: Settings) -> str:
-    """Return the phase of a method in an outer loop of short rounds."""
-    return outer(step, often(settings))
+def rounds_of(every: int) -> Callable[[Settings], Settings]:
+    """Return a function of settings that returns them with outer rounds of ``every`` steps."""
+    return lambda settings: replace(settings, every=every)
+
+
+def outer_with(changed: Callable[[Settings], Settings]) -> Phase:
+    """Return the phase of a method in an outer loop that changes its settings."""
+    return lambda step, settings: outer(step, changed(settings))
 
 
 def warmed_often(step: int, settings: Settings) -> str:
@@ -93,6 +98,8 @@ class Method:
         Whether the method is one of torch or torchft.
     exact_as : tuple of str
         The method and the phase whose time its exact steps take, if they are not timed themselves.
+    varies : str
+        The method whose settings this trial varies, and whose phases take as long, if this is a trial of a search.
     """
 
     label: str
@@ -100,10 +107,11 @@ class Method:
     phase: Phase = always
     peer: bool = False
     exact_as: tuple[str, str] | None = None
+    varies: str | None = None
 
     def timed_as(self, name: str, phase: str) -> tuple[str, str]:
         """Return the method and the phase whose time a phase of this method takes; ``name`` is this method's."""
-        return self.exact_as if phase == EXACT and self.exact_as else (name, phase)
+        return self.exact_as if phase == EXACT and self.exact_as else (self.varies or name, phase)
 
 
 def overlapped(make: Callable[..., qcomp.Optimizer], **changes: Any) -> Make:
@@ -233,6 +241,16 @@ LOW_RANK = {"averaging": qcomp.PowerSGD(rank=2), "exact": None}
 ONE, ALL = qcomp.ScaledSign(scale="rms"), qcomp.Identity()
 AS_WARMUP = ("onebit_adam", EXACT)
 
+
+def searched(words: str, every: int | None = None, **outer: float) -> Method:
+    """Return a trial in the search for the best settings of torchft's DiLoCo with Muon."""
+    changed = rounds_of(every) if every else lambda settings: settings
+    made = peers.torchft(muon, changed, **outer)
+    return Method(
+        f"torchft DiLoCo, Muon, {words}", made, outer_with(changed), peer=True, varies="torchft_muon"
+    )
+
+
 METHODS = {
     REFERENCE: Method("DDP, float32, AdamW", peers.plain(adamw), peer=True),
     "ddp_muon": Method("DDP, float32, Muon", peers.plain(muon), peer=True),
@@ -252,6 +270,16 @@ METHODS = {
     "torchft_adamw": Method("torchft DiLoCo, AdamW", peers.torchft(adamw), outer, True),
     "torchft_muon": Method("torchft DiLoCo, Muon", peers.torchft(muon), outer, True),
     "torchft_muon3": Method("torchft DiLoCo, Muon of 3 iterations", peers.torchft(short_muon), outer, True),
+    "torchft_muon_10": searched("rounds of 10", 10),
+    "torchft_muon_15": searched("rounds of 15", 15),
+    "torchft_muon_60": searched("rounds of 60", 60),
+    "torchft_muon_slow": searched("outer rate 0.5", lr=0.5),
+    "torchft_muon_fast": searched("outer rate 1", lr=1.0),
+    "torchft_muon_light": searched("outer momentum 0.6", momentum=0.6),
+    "torchft_muon_light_fast": searched("outer momentum 0.6, outer rate 1", lr=1.0, momentum=0.6),
+    "torchft_muon_15_light": searched("rounds of 15, outer momentum 0.6", 15, momentum=0.6),
+    "torchft_muon_15_slow": searched("rounds of 15, outer rate 0.5", 15, lr=0.5),
+    "torchft_muon_60_light": searched("rounds of 60, outer momentum 0.6", 60, momentum=0.6),
     "onebit_adam": Method("1-bit Adam", overlapped(qcomp.OneBitAdam, freeze=_freeze), warmed),
     "qadam": Method(
         "QAdam, 8 bits",
@@ -285,12 +313,12 @@ METHODS = {
     "sparse_often_muon3": Method(
         f"SparseLoCo every {OFTEN} steps, Muon of 3 iterations",
         loop(short_muon, SPARSE_LOCO, changed=often),
-        outer_often,
+        outer_with(often),
     ),
     "sparse_often_blocks": Method(
         f"SparseLoCo every {OFTEN} steps, Muon in blocks",
         loop(own_muon(ALL, ALL, inner=True, **BLOCKS), SPARSE_LOCO, changed=often),
-        outer_often,
+        outer_with(often),
     ),
     "sparse_warm_adamw": Method(
         "SparseLoCo after a warm-up, AdamW", loop(adamw, SPARSE_LOCO, warm=True), warmed_outer

@@ -98,8 +98,13 @@ def post_local(inner: Optimizers) -> Callable[[nn.Module, Settings], Trainer]:
     return make
 
 
-def torchft(inner: Optimizers) -> Callable[[nn.Module, Settings], Trainer]:
-    """Return torchft's DiLoCo; every rank is a replica of its own, and rank 0 has the lighthouse."""
+def torchft(
+    inner: Optimizers, changed: Callable[[Settings], Settings] = lambda settings: settings, **outer: float
+) -> Callable[[nn.Module, Settings], Trainer]:
+    """Return torchft's DiLoCo; every rank is a replica of its own, and rank 0 has the lighthouse.
+
+    ``changed`` may return settings with other outer rounds; ``outer`` replaces settings of the outer optimizer.
+    """
 
     def make(model: nn.Module, settings: Settings) -> Trainer:
         os.environ.setdefault("RUST_LOG", "warn")
@@ -133,8 +138,13 @@ def torchft(inner: Optimizers) -> Callable[[nn.Module, Settings], Trainer]:
             init_sync=False,
         )
         optimizers = inner(model, settings)
-        outer = torch.optim.SGD(model.parameters(), **OUTER)
-        context = local_sgd.DiLoCo(manager, [model], optimizers[-1], outer, sync_every=settings.every)
+        context = local_sgd.DiLoCo(
+            manager,
+            [model],
+            optimizers[-1],
+            torch.optim.SGD(model.parameters(), **(OUTER | outer)),
+            sync_every=changed(settings).every,
+        )
         context.__enter__()
 
         return Trainer(model, optimizers, close=partial(_leave, context, manager, [lighthouse, store]))

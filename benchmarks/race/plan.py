@@ -35,7 +35,7 @@ RATES = (3e-3, 1e-3, 9e-3)
 FACTOR = 2
 """Between the outermost rate of a method and the next one, until its best rate lies between two others."""
 SEEDS = 3
-TUNED_AS = {"demo": "demo", "transformer": "transformer", "long": "demo"}
+TUNED_AS = {"demo": "demo", "transformer": "transformer", "long": "demo", "images": "images"}
 """The task whose trainings with 2 ranks and seed 0 determine the learning rate."""
 ORDER = [
     ("demo", 2, (0,)),
@@ -49,8 +49,13 @@ ORDER = [
     ("transformer", 4, range(1, SEEDS)),
     ("long", 2, range(1, SEEDS)),
     ("long", 4, range(SEEDS)),
+    ("images", 2, (0,)),
+    ("images", 2, range(1, SEEDS)),
+    ("images", 4, range(SEEDS)),
 ]
 """Tasks, ranks and seeds, in the order in which they run."""
+SEARCHED = ("transformer", 2)
+"""The task and the ranks on which the settings of methods are searched."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -73,9 +78,7 @@ class Curve:
     @property
     def cost(self) -> float:
         """The amount of computation, in an arbitrary unit."""
-        task = TASKS[self.task]
-        width, layers, _, context = task.sizes
-        return self.ranks * task.steps * task.batch * context * layers * width**2
+        return self.ranks * TASKS[self.task].cost
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -153,10 +156,11 @@ def counting_rate(rows: Rows, task: str, ranks: int, method: str) -> float | Non
 def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curve]:
     """Yield all trainings of the race in their order: those of the main methods, then those of the others.
 
-    A rate beyond the first three is among them once the rates before it have been tried.
+    A rate beyond the first three is among them once the rates before it have been tried. The trials of a search run
+    last, each once, at the best rate of the method whose settings they vary.
     """
     main = [method for method in methods if method in MAIN]
-    others = [method for method in methods if method not in MAIN]
+    others = [method for method in methods if method not in MAIN and not METHODS[method].varies]
     for some, (task, ranks, seeds) in product((main, others), ORDER):
         if TUNED_AS[task] == task and ranks == 2 and 0 in seeds:
             pairs = sorted(product(RATES, some), key=lambda pair: pair[1] != REFERENCE)  # sets the target
@@ -170,6 +174,10 @@ def curves(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> Iterator[Curv
         else:
             for seed, method in product(seeds, some):
                 yield Curve(task, ranks, method, best_rate(rows, task, method), seed)
+    task, ranks = SEARCHED
+    for method in methods:
+        if varied := METHODS[method].varies:
+            yield Curve(task, ranks, method, best_rate(rows, task, varied), 0)
 
 
 def missing(rows: Rows, methods: Sequence[str] = tuple(METHODS)) -> list[Curve]:

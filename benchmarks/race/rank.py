@@ -24,13 +24,12 @@ from network.methods import SLOW
 from network.shaped import VARIABLE, limit, transmitted
 from schedule import Cosine
 from timing import machine, rounded, spread
-from torch.nn import functional
 
 import qcomp
 from race.methods import EXACT, EXCHANGE, METHODS, Method
 from race.products import InFloat32
 from race.settings import Settings
-from race.tasks import JUDGEMENTS, TASKS, Task
+from race.tasks import JUDGEMENTS, TASKS, Task, loss_of
 
 __all__ = ["WARMUP", "Learner", "curve", "timed"]
 
@@ -54,7 +53,7 @@ class Learner:
 
     def step(self) -> tuple[str, float]:
         """Make a step, and return its phase and its seconds on this rank."""
-        windows = self.task.draw(self.settings.seed, dist.get_rank(), self.done)
+        inputs, wanted = self.task.draw(self.settings.seed, dist.get_rank(), self.done)
         optimizers = self.trainer.optimizers
         dist.barrier()
         start = time.perf_counter()
@@ -62,9 +61,7 @@ class Learner:
             for group in getattr(optimizer, "param_groups", ()):
                 group["lr"] = self.settings.rate(self.done)
             optimizer.zero_grad()
-        logits = self.trainer.model(windows[:, :-1])
-        error = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        torch.autograd.backward(error)
+        torch.autograd.backward(loss_of(self.trainer.model(inputs), wanted))
         with self.computing:
             for optimizer in optimizers:
                 optimizer.step()

@@ -194,8 +194,8 @@ def steps(race: Race) -> str:
             ]
         )
     head = ["", "rate (tried)", "validation loss at the end", "steps to the target"]
-    head += ["loss on other files", "next bytes right there, %", "seeds"]
-    of_target = f"The target is {race.target:.3f} nats a byte."
+    head += ["loss on other files", "right predictions there, %", "seeds"]
+    of_target = f"The target is {race.target:.3f} nats."
     return f"**{race.label[0].upper()}{race.label[1:]}.** {of_target}\n\n{page.table(head, rows)}"
 
 
@@ -327,7 +327,7 @@ def picture(races: Sequence[Race], seconds: plan.Rows, link: str | None) -> Figu
         if link:
             panel.set_xscale("log")
         panel.grid(alpha=0.3, which="both")
-    figure.axes[0].set_ylabel("validation loss, nats a byte")
+    figure.axes[0].set_ylabel("validation loss, nats")
     longest = max(figure.axes, key=lambda panel: len(panel.lines))
     figure.legend(
         *longest.get_legend_handles_labels(), loc="outside lower center", ncols=len(chosen) + 1, fontsize=8

@@ -17,7 +17,7 @@ from race.methods import EXACT, EXCHANGE, LOCAL, MAIN, METHODS, REFERENCE, STEP
 from race.products import InFloat32
 from race.settings import Settings
 from race.standings import Race
-from race.tasks import TASKS, Task
+from race.tasks import TASKS, Images, Text
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "loss"
 FAST = "muon_4_1"
@@ -83,11 +83,29 @@ class TestPlan:
     def test_the_schedule_has_every_cell_exactly_once(self):
         found = list(plan.curves(ROWS))
         cells = {(c.task, c.ranks, c.method, c.seed) for c in found}
+        trials = {name for name, method in METHODS.items() if method.varies}
         assert cells == {
-            (t, r, m, s) for t in TASKS for r in (2, 4) for m in METHODS for s in range(plan.SEEDS)
+            *(
+                (t, r, m, s)
+                for t in TASKS
+                for r in (2, 4)
+                for m in METHODS
+                if m not in trials
+                for s in range(plan.SEEDS)
+            ),
+            *((*plan.SEARCHED, m, 0) for m in trials),
         }
         known = [c for c in found if c.rate is not None]
         assert len(set(known)) == len(known)
+
+    def test_a_trial_of_a_search_runs_at_the_best_rate_of_the_method_that_it_varies(self):
+        losses = {5e-4: 2.0, 1e-3: 1.9, 3e-3: 2.1, 9e-3: 2.2}
+        rows = [
+            row_of("torchft_muon", rate, [(600, loss)], task="transformer") for rate, loss in losses.items()
+        ]
+        (curve,) = plan.missing(rows, ["torchft_muon_15"])
+        assert curve == plan.Curve("transformer", 2, "torchft_muon_15", 1e-3, 0)
+        assert METHODS["torchft_muon_15"].timed_as("torchft_muon_15", LOCAL) == ("torchft_muon", LOCAL)
 
     def test_the_best_rate_lies_between_two_others_and_is_no_failure(self):
         assert plan.best_rate(ROWS, "demo", REFERENCE) is None
@@ -284,7 +302,7 @@ class TestStandings:
 
     def test_tables(self):
         made = standings.tables(ROWS, SECONDS, [])
-        assert "The target is 2.000 nats a byte." in made["steps"]
+        assert "The target is 2.000 nats." in made["steps"]
         assert (
             "| DDP, float32, AdamW | 0.001 (3 tried, at an edge) | 2.000 | 300 | 3.000 | 25.0 | 1 |"
             in made["steps"]
@@ -297,16 +315,16 @@ class TestStandings:
         # The exact steps of 1-bit Adam are not timed; its other rates may reach the target.
         assert "| qcomp: 1-bit Adam | not measured | 1 |" in made["seconds"]
         for at_edge, words in ((3.0, "not reached"), (2.9, "not reached at this rate")):
-            others = [
+            other_rates = [
                 row_of("onebit_adam", rate, [(0, 5.0), (300, loss)])
                 for rate, loss in ((1e-3, 3.0), (9e-3, at_edge))
             ]
-            text = standings.tables([*ROWS, *others], SECONDS, [])["seconds"]
+            text = standings.tables([*ROWS, *other_rates], SECONDS, [])["seconds"]
             assert f"| qcomp: 1-bit Adam | {words} | 1 |" in text
         assert "| 1 Gbit/s | Muon, 4 + 1 bits | 8.00 |  | DDP, float32, Muon | 4.00 |  |" in made["goals"]
+        others = sum(name not in MAIN and not method.varies for name, method in METHODS.items())
         assert (  # a fourth rate of the reference is to come
-            f"| demo | 2 | 6 of {5 * len(MAIN) + 1} | 0 of {5 * (len(METHODS) - len(MAIN))} | none |"
-            in made["missing"]
+            f"| demo | 2 | 6 of {5 * len(MAIN) + 1} | 0 of {5 * others} | none |" in made["missing"]
         )
 
     def test_measured_seconds_are_compared_with_steps_times_step_time(self):
@@ -381,7 +399,7 @@ def spoken(seconds):
 
 
 QUICK = {"zero_one_adam", "muon_2_1", "sparse_lowrank_muon"}
-TINY = Task("a tiny model", (16, 1, 2, 16), 2, 12, 3)
+TINY = Text("a tiny model", (16, 1, 2, 16), 2, 12, 3)
 
 
 @pytest.fixture
@@ -451,6 +469,13 @@ class TestMethods:
         assert losses[0] == pytest.approx(math.log(256), abs=0.1)
         assert losses[-1] < losses[0] - 0.1
         assert found["apart"] == 0
+        assert 0 < found["accuracy"] < 1
+
+    @pytest.mark.parametrize("method", [REFERENCE, "muon_4_1"])
+    def test_a_residual_network_learns_from_images(self, alone, method):
+        small = Images("a small network", (16, 2), 16, 60, 3)
+        found = rank.curve(small, method, 1e-2, seed=0, steps=small.steps)
+        assert found["losses"][-1][1] < found["losses"][0][1] - 0.1
         assert 0 < found["accuracy"] < 1
 
     @pytest.mark.parametrize("method", ["ddp_muon", FAST])
