@@ -130,7 +130,7 @@ class TestInOptax:
             state = mean.init(tree)
         specs = qcomp.jax.partition_specs(state, "data")
         run = jax.shard_map(mean, mesh=mesh_of(2), in_specs=(ALL, specs), out_specs=(ALL, specs))
-        with pytest.raises(ValueError, match=r"'w' the same values on all devices .*pcast"):
+        with pytest.raises(ValueError, match=r"'w' has the same values on all devices .*pcast"):
             jax.jit(run)(tree, state)
 
     @pytest.mark.exhaustive

@@ -200,7 +200,7 @@ def test_residuals_have_no_derivative():
         (lambda tx: optax.MultiSteps(tx, 2), r"inside MultiStepsState: .*add up inside the step"),
         (
             lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
-            r"inside ConditionallyTransformState: .*put it behind",
+            r"inside ConditionallyTransformState: .*put it after the mean",
         ),
         (lambda tx: optax.masked(tx, {"w": True}), r"inside MaskedState: .*keep arrays exact with exact="),
         (
