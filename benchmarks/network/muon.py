@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from race.methods import ALL, BLOCKS, ONE
 from race.peers import data_parallel
-from race.settings import BETAS, DECAY, OTHERS
+from race.settings import BETAS, DECAY, others
 from race.tasks import TASKS, loss_of
 from timing import machine, rounded, spread
 
@@ -89,7 +89,7 @@ class Training:
         self.done, self.optimizer, self.comm = 0, None, None
         if settings is None:
             return
-        names = list(self.model.named_parameters())
+        names, outside = list(self.model.named_parameters()), others(self.model)
         if overlapped:
             self.model = data_parallel(self.model)
             own: dict[str, Any] = {"model": self.model}
@@ -101,7 +101,7 @@ class Training:
             lr=1e-4,
             weight_decay=DECAY,
             betas=BETAS,
-            others=OTHERS,
+            others=outside,
             adjust_lr_fn="match_rms_adamw",
             **own,
             **settings,

@@ -14,7 +14,7 @@ import qcomp
 import qcomp.torch
 from qcomp.integrations import ddp
 from race import peers
-from race.settings import BETAS, DECAY, OTHERS, Optimizers, Settings, Trainer, adamw, muon, short_muon
+from race.settings import BETAS, DECAY, Optimizers, Settings, Trainer, adamw, muon, others, short_muon
 
 __all__ = ["EXACT", "EXCHANGE", "LOCAL", "MAIN", "METHODS", "REFERENCE", "STEP", "Method"]
 
@@ -153,7 +153,7 @@ def own_muon(
             model.named_parameters(),
             weight_decay=DECAY,
             betas=BETAS,
-            others=OTHERS,
+            others=others(model),
             adjust_lr_fn="match_rms_adamw",
             newton_schulz_dtype="bfloat16",  # as in torch's Muon
             compressor=compressor,

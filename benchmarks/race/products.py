@@ -4,13 +4,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from timing import machine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["InFloat32"]
+__all__ = ["InFloat32", "are_slow"]
 
 PRODUCTS: frozenset[Any] = frozenset(
     {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 )
+BFLOAT16 = {"avx512_bf16", "amx_bf16"}
+"""Extensions of processors that multiply matrices of bfloat16."""
+
+
+def are_slow() -> bool:
+    """Return whether this machine multiplies matrices of bfloat16 slowly."""
+    return BFLOAT16.isdisjoint(machine()["extensions"])
 
 
 class InFloat32(TorchDispatchMode):

@@ -27,7 +27,7 @@ from timing import machine, rounded, spread
 
 import qcomp
 from race.methods import EXACT, EXCHANGE, METHODS, Method
-from race.products import InFloat32
+from race.products import InFloat32, are_slow
 from race.settings import Settings
 from race.tasks import JUDGEMENTS, TASKS, Task, loss_of
 
@@ -38,8 +38,6 @@ WARMUP = 0.15
 WARM = 2
 """Turns that are not counted: DDP rebuilds its buckets, and the first steps of some methods are exact."""
 NEVER = 10**9
-BFLOAT16 = {"avx512_bf16", "amx_bf16"}
-"""Extensions of processors that multiply matrices of bfloat16."""
 
 
 class Learner:
@@ -203,7 +201,7 @@ def main() -> None:
             limit(os.environ[VARIABLE], dist.get_world_size(), options.link)
         dist.barrier()
         # Only the seconds on a link are compared; losses are those of any processor, up to rounding.
-        slow = not options.link and BFLOAT16.isdisjoint(machine()["extensions"])
+        slow = not options.link and are_slow()
         steps = options.steps or task.steps
         rows = [curve(task, method, options.rate, options.seed, steps, in_float32=slow)]
     else:

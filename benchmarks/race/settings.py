@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["BETAS", "DECAY", "OTHERS", "Optimizers", "Settings", "Trainer", "adamw", "muon", "short_muon"]
+__all__ = ["BETAS", "DECAY", "Optimizers", "Settings", "Trainer", "adamw", "muon", "others", "short_muon"]
 
 BETAS = (0.9, 0.99)
 DECAY = 0.01
 """The weight decay of all methods."""
-OTHERS = ("*embedding*", "head*")
-"""The matrices that AdamW moves under Muon."""
+OTHERS = ("*embedding*", "head*", "*.wte.*", "*.wpe.*")
+"""The names of embeddings and heads, in the race's models and in nanoGPT's."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,19 @@ def adamw(model: nn.Module, _: Settings) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=DECAY)]
 
 
+def others(model: nn.Module) -> list[str]:
+    """Return the names of the embeddings and heads, which AdamW moves under Muon."""
+    names = [name for name, _ in model.named_parameters()]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in OTHERS)]
+
+
 def muon(model: nn.Module, _: Settings, iterations: int = 5) -> list[torch.optim.Optimizer]:
     """Return AdamW for embeddings, head and norms, and torch's Muon for the matrices between hidden layers.
 
     With "match_rms_adamw" its updates are as large as AdamW's, so that one learning rate suits both.
     """
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("blocks")]
+    outside = others(model)
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and name not in outside]
     rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
     return [
         torch.optim.AdamW(rest, betas=BETAS, weight_decay=DECAY),
