@@ -37,7 +37,14 @@ from timing import machine, spread
 from qcomp.cli.corpus import Corpus
 
 TASK, RANKS, STEPS, EVERY, SEEDS = "nanogpt", 2, 600, 30, 2
-CHOSEN = (AS_WRITTEN, "ddp_muon", "bf16_adamw", "bf16_muon", "powersgd2_muon", "torchft_muon")
+CHOSEN: tuple[str, ...] = (
+    AS_WRITTEN,
+    "ddp_muon",
+    "bf16_adamw",
+    "bf16_muon",
+    "powersgd2_muon",
+    "torchft_muon",
+)
 CHOSEN += ("qsgd4_adamw", "muon_4_1", "sparse_muon", "sparse_often_blocks")
 """The script's optimizer under DistributedDataParallel, other methods of torch and torchft, and methods of qcomp."""
 SMALL = "--device=cpu --compile=False --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"
