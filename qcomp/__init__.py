@@ -23,7 +23,6 @@ from qcomp.core.compressors import (
     TopK,
     WholeFields,
 )
-from qcomp.core.diagnostics import Diagnostics
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
 from qcomp.core.mean.averaging import Averaging, PowerSGD
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
@@ -51,7 +50,6 @@ from qcomp.core.optimizers import (
     VarianceWatch,
     ZeroOneAdam,
 )
-from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.core.policies.by_name import ByName
 from qcomp.core.policies.exact_below import ExactBelow, Tensor
@@ -62,7 +60,9 @@ from qcomp.version import __version__
 
 if TYPE_CHECKING:
     from qcomp import comm, elastic, extend, integrations, jax, outer, planning, testing, torch
+    from qcomp.core.diagnostics import Diagnostics
     from qcomp.core.mean.weights import weighted
+    from qcomp.core.outer.loop import OuterLoop
 
 __all__ = [
     "EF21SGD",
@@ -147,12 +147,13 @@ _SUBPACKAGES = (
     "testing",
     "torch",
 )
+_RARE = {"Diagnostics": "core.diagnostics", "OuterLoop": "core.outer.loop", "weighted": "core.mean.weights"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import subpackages on first use, some of which need an array library, and `weighted`; serve old names."""
-    if name == "weighted":
-        return import_module("qcomp.core.mean.weights").weighted
+    """Import rarely used names and subpackages, some of which need an array library, on first use; serve old names."""
+    if name in _RARE:
+        return getattr(import_module(f"qcomp.{_RARE[name]}"), name)
     if name in _SUBPACKAGES:
         return import_module(f"qcomp.{name}")
     return _deprecations.former("qcomp", name)

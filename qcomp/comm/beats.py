@@ -16,14 +16,8 @@ class Beats:
     Clocks are not compared: a rank is silent if its file has stayed the same in several looks. While a store stalls,
     fewer looks are made, so a stall makes no rank count as dead.
 
-    Parameters
-    ----------
-    write : callable
-        Writes the next sign of life.
-    read : callable
-        Returns the last sign of life of a rank, None if it has given none.
-    silence : float
-        Seconds without a sign of life after which a rank counts as dead.
+    ``read`` returns None for a rank without a sign of life. After ``silence`` seconds without one, a rank counts as
+    dead.
     """
 
     def __init__(

@@ -13,11 +13,21 @@ from qcomp.core.checkpoint.format import some
 from qcomp.core.handshake import gather_texts
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import AllGather, AllToAll, Exchange, Stages, Transport, drive, owned, through
+from qcomp.core.mean.stages import (
+    AllGather,
+    AllToAll,
+    Exchange,
+    Stages,
+    Transport,
+    drive,
+    owned,
+    require_rank,
+    through,
+)
 from qcomp.core.numeric.arrays import Array, array_namespace, from_host_bytes, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares, total
 from qcomp.core.optimizers.agreement import digests, shared_by_ranks
-from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import EXACT, Average, AveragePart, Means
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors

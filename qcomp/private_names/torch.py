@@ -124,12 +124,7 @@ def ignored_by(model: Any) -> Collection[str]:
 
 
 def is_joined_without(model: Any, other: Any) -> bool:
-    """Return whether torch's Join covers a model in steps of other ranks, and does not cover another object after it.
-
-    Parameters
-    ----------
-    model, other : torch.distributed.algorithms.Joinable
-    """
+    """Return whether torch's Join covers a model in steps of other ranks, and does not cover a later object."""
     joined, own = (
         _require(x, "_join_config", "take part in the steps of ranks with more inputs")
         for x in (model, other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from qcomp.core import optimizers
@@ -16,7 +15,7 @@ from qcomp.core.variance.rules import FreezeRule, VarianceStable
 from qcomp.core.variance.schedules import DoublingIntervals, LocalSteps, Schedule
 from qcomp.core.variance.watch import VarianceWatch
 from qcomp.torch.adamw import BeginsAsAdamW
-from qcomp.torch.optimizer import AveragingOptimizer
+from qcomp.torch.optimizer import AveragingOptimizer, arguments
 
 __all__ = ["CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"]
 
@@ -99,82 +98,10 @@ class CompressedSGD(AveragingOptimizer):
         model: Any = None,
         init_sync: bool = True,
     ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "compressor": compressor,
-            "exact": exact,
-        }
-        settings: dict[str, Any] = {
-            "nesterov": nesterov,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-            "rounding": rounding,
-        }
-        super().__init__(
-            params, of_groups, partial(optimizers.CompressedSGD, **settings), comm, model, init_sync=init_sync
-        )
+        super().__init__(**arguments(optimizers.CompressedSGD, locals()))
 
 
-class _FrozenVarianceAdam(BeginsAsAdamW):
-    """Base of 1-bit Adam and QAdam, which take the same settings."""
-
-    algorithm: ClassVar[type[optimizers.OneBitAdam | optimizers.QAdam]]
-    compressor: ClassVar[Compressor]
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        freeze: int | FreezeRule = VarianceStable(),
-        variance_floor: float = 0.03,
-        variance_steps: Schedule | None = None,
-        watch: VarianceWatch | None = VarianceWatch(),
-        decoupled_weight_decay: bool = True,
-        compressor: Compressor | None = None,
-        exact: ExactPolicy | bool | None = ExactBelow(10_000),
-        averaging: Averaging = Averaging(),
-        clip_norm: float | None = None,
-        seed: int = 0,
-        nonfinite: Literal["raise", "skip"] = "raise",
-        rounding: Literal["nearest", "stochastic"] = "nearest",
-        comm: Any = None,
-        model: Any = None,
-        init_sync: bool = True,
-    ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "compressor": self.compressor if compressor is None else compressor,
-            "exact": exact,
-        }
-        settings: dict[str, Any] = {
-            "freeze": freeze,
-            "variance_floor": variance_floor,
-            "variance_steps": variance_steps,
-            "watch": watch,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-            "rounding": rounding,
-        }
-        super().__init__(
-            params, of_groups, partial(self.algorithm, **settings), comm, model, init_sync=init_sync
-        )
-
-
-class OneBitAdam(_FrozenVarianceAdam):
+class OneBitAdam(BeginsAsAdamW):
     """1-bit Adam: exact Adam until the variance is stable, then a momentum with one bit per element.
 
     Parameters
@@ -246,8 +173,33 @@ class OneBitAdam(_FrozenVarianceAdam):
     (1, 'warmup')
     """
 
-    algorithm = optimizers.OneBitAdam
-    compressor = ScaledSign(scale="rms")
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        freeze: int | FreezeRule = VarianceStable(),
+        variance_floor: float = 0.03,
+        variance_steps: Schedule | None = None,
+        watch: VarianceWatch | None = VarianceWatch(),
+        decoupled_weight_decay: bool = True,
+        compressor: Compressor | None = None,
+        exact: ExactPolicy | bool | None = ExactBelow(10_000),
+        averaging: Averaging = Averaging(),
+        clip_norm: float | None = None,
+        seed: int = 0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        comm: Any = None,
+        model: Any = None,
+        init_sync: bool = True,
+    ) -> None:
+        if compressor is None:
+            compressor = ScaledSign(scale="rms")
+        super().__init__(**arguments(optimizers.OneBitAdam, locals()))
 
 
 class OneBitLamb(AveragingOptimizer):
@@ -354,35 +306,10 @@ class OneBitLamb(AveragingOptimizer):
         model: Any = None,
         init_sync: bool = True,
     ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "compressor": compressor,
-            "exact": exact,
-        }
-        settings: dict[str, Any] = {
-            "freeze": freeze,
-            "variance_floor": variance_floor,
-            "watch": watch,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "trust_bounds": trust_bounds,
-            "trust_decay": trust_decay,
-            "factor_bounds": factor_bounds,
-            "factor_change": factor_change,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-            "rounding": rounding,
-        }
-        super().__init__(
-            params, of_groups, partial(optimizers.OneBitLamb, **settings), comm, model, init_sync=init_sync
-        )
+        super().__init__(**arguments(optimizers.OneBitLamb, locals()))
 
 
-class QAdam(_FrozenVarianceAdam):
+class QAdam(BeginsAsAdamW):
     """QAdam: `OneBitAdam` with 8 bits per element.
 
     Parameters
@@ -454,9 +381,6 @@ class QAdam(_FrozenVarianceAdam):
     (1, 'warmup')
     """
 
-    algorithm = optimizers.QAdam
-    compressor = MinMaxUInt8()
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -481,28 +405,9 @@ class QAdam(_FrozenVarianceAdam):
         model: Any = None,
         init_sync: bool = True,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            freeze=freeze,
-            variance_floor=variance_floor,
-            variance_steps=variance_steps,
-            watch=watch,
-            decoupled_weight_decay=decoupled_weight_decay,
-            compressor=compressor,
-            exact=exact,
-            averaging=averaging,
-            clip_norm=clip_norm,
-            seed=seed,
-            nonfinite=nonfinite,
-            rounding=rounding,
-            comm=comm,
-            model=model,
-            init_sync=init_sync,
-        )
+        if compressor is None:
+            compressor = MinMaxUInt8()
+        super().__init__(**arguments(optimizers.QAdam, locals()))
 
 
 class ZeroOneAdam(BeginsAsAdamW):
@@ -596,28 +501,7 @@ class ZeroOneAdam(BeginsAsAdamW):
         model: Any = None,
         init_sync: bool = True,
     ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "compressor": compressor,
-            "exact": exact,
-        }
-        settings: dict[str, Any] = {
-            "freeze": freeze,
-            "variance_steps": variance_steps,
-            "sync_steps": sync_steps,
-            "variance_floor": variance_floor,
-            "averaging": averaging,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-            "rounding": rounding,
-        }
-        super().__init__(
-            params, of_groups, partial(optimizers.ZeroOneAdam, **settings), comm, model, init_sync=init_sync
-        )
+        super().__init__(**arguments(optimizers.ZeroOneAdam, locals()))
 
     def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:
         """Return the state after AdamW's steps, from which the next step of 0/1 Adam may be a compressed one."""

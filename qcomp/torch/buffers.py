@@ -89,24 +89,9 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
 
     Call it under ``torch.no_grad()``. Nothing is written before everything has arrived.
 
-    Parameters
-    ----------
-    buffers : mapping of str to Buffer
-        From `buffers_of`.
-    state : OptimizerState
-        The state before the step, which gives the rank, the number of ranks and the step.
-    like : Tensor
-        Gives the device of the messages.
+    Raises MismatchError on every rank, if the ranks' buffers differ in name, shape or dtype; NonFiniteError, if a
+    running mean or variance that differs between ranks is not finite on one of them.
 
-    Raises
-    ------
-    MismatchError
-        On every rank, if the ranks' buffers differ in name, shape or dtype.
-    NonFiniteError
-        On every rank, if a running mean or variance that differs between ranks is not finite on one of them.
-
-    Notes
-    -----
     Running means and variances become the moments of the mixture of all ranks' data, in equal parts: the mean of the
     means, and the mean of the variances plus the variance of the means. Ranges of observers become the smallest range
     that contains those of all ranks, and histories of largest magnitudes become their maximum. All other buffers are

@@ -22,20 +22,6 @@ def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicato
 
     DistributedDataParallel starts all ranks with these values, too. If the ranks differ in names, shapes or dtypes,
     each gets its own values back.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The names of the parameters.
-    values : sequence of Tensor
-        The values of this rank's parameters, which need no gradient.
-    comm : Communicator
-        The ranks.
-
-    Raises
-    ------
-    TypeError
-        If a parameter is not a dense array.
     """
     as_tensors(values, "params")
     if comm.size == 1 or any(hasattr(x, "device_mesh") for x in values):
@@ -45,15 +31,7 @@ def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicato
 
 
 def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[None]:
-    """Raise MismatchError on every rank if the parameters differ between ranks when a step begins.
-
-    Parameters
-    ----------
-    values : sequence of Tensor
-        The parameters, which must be equal on all ranks.
-    state : OptimizerState
-        The state after the last step.
-    """
+    """Raise MismatchError on every rank if the parameters differ between ranks when a step begins."""
     error = yield from difference_in_values(state.names, values, state.size)
     if error is not None:
         raise MismatchError(

@@ -119,16 +119,7 @@ class _Scattered(NamedTuple):
 class ScatteredGradients(_Sharded):
     """The compressed reduce-scatter of one unit.
 
-    Parameters
-    ----------
-    unit : Unit
-        The parameters.
-    compressor : Compressor
-        For the parameters that do not stay exact.
-    comm : TorchCommunicator
-        The ranks over which the unit is sharded.
-    terms : Rules
-        Feedback, the exact parameters, the seed, and how to treat gradients that are not finite.
+    Compresses the parameters that ``terms`` do not keep exact, over the ranks over which the unit is sharded.
     """
 
     def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules) -> None:
@@ -276,15 +267,8 @@ class ScatteredGradients(_Sharded):
 class GatheredWeights(_Sharded):
     """The compressed all-gather of one unit.
 
-    Parameters
-    ----------
-    unit, compressor, comm, terms
-        As for `ScatteredGradients`.
-    changes : bool
-        Whether to compress only the changes since the last all-gather.
+    With ``changes`` only the changes since the last all-gather are compressed.
 
-    Notes
-    -----
     A step gathers the same weights several times: in the forward pass, again in the backward pass, and where
     activations are recomputed. All these calls must return the same decoded weights. So draws depend on the weights and
     not on the number of calls, and unchanged weights have no further change to send.
@@ -360,12 +344,7 @@ class GatheredWeights(_Sharded):
 class ReplicatedGradients(BeforeSteps):
     """The compressed mean over replicas of the gradients of one unit, which FSDP2 has reduced inside a shard group.
 
-    Parameters
-    ----------
-    unit, compressor, comm, terms
-        As for `ScatteredGradients`, but the ranks of ``comm`` hold the same shards.
-    topology : str
-        See `qcomp.CompressedMean`.
+    The ranks of ``comm`` hold the same shards.
     """
 
     def __init__(

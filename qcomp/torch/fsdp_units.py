@@ -22,16 +22,8 @@ _state_of = fsdp_state_of()
 class Unit:
     """The parameters of one call of ``fully_shard``; every rank has a shard of them.
 
-    Parameters
-    ----------
-    module : FSDPModule
-        The module that was sharded.
-    name : str
-        Its name within the model; empty for the model itself.
-    names : tuple of str
-        The names of the parameters within the model, in FSDP2's order.
-    params : tuple of DTensor
-        The parameters.
+    ``names`` are those within the model, in FSDP2's order, and so are the DTensors ``params``. ``name`` is the module's
+    own, empty for the model itself.
     """
 
     module: Any
@@ -139,12 +131,7 @@ class Unit:
 def units_of(model: Any) -> list[Unit]:
     """Return the units of a model, in the order of its modules; frees the weights that an evaluation left gathered.
 
-    Raises
-    ------
-    TypeError
-        If nothing in it was sharded.
-    ValueError
-        If a parameter has no values yet.
+    Raises TypeError if nothing in it was sharded, and ValueError if a parameter has no values yet.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -23,18 +23,8 @@ def require_read(
 ) -> None:
     """Raise ValueError if a new group has a setting that has no effect in a group.
 
-    Parameters
-    ----------
-    group : mapping of str to Any
-        The group.
-    number : int
-        Its place among the groups.
-    name : str
-        The class of the optimizer.
-    own : collection of str
-        The settings that the optimizer reads from each group.
-    of_all : collection of str
-        The settings that it reads for all groups together.
+    ``own`` has the settings that the optimizer reads from each group, ``of_all`` those that it reads for all groups
+    together.
     """
     known = {*own, "params", "param_names"}
     for key, value in group.items():

@@ -26,17 +26,9 @@ _LAST_RATE = "last_lr"
 class LiveSettings:
     """Makes an optimizer of the core with the current settings of the parameter groups.
 
-    Parameters
-    ----------
-    make : callable
-        Returns an optimizer of the core, from ``learning_rate``, ``weight_decay``, ``groups`` and the shared settings.
-    names : sequence of sequence of str
-        The names of the parameters in each group.
-    shared : sequence of str
-        The keys of param_groups, besides lr and weight_decay, that are read in every step; equal in all groups, except
-        for ``betas`` and ``eps``.
-    last_rate : float, optional
-        The largest learning rate in the last step, if it is known.
+    ``make`` gets ``learning_rate``, ``weight_decay``, ``groups`` and the settings in ``shared``: the keys of
+    param_groups besides lr and weight_decay that are read in every step, and equal in all groups except for ``betas``
+    and ``eps``.
     """
 
     def __init__(
@@ -75,20 +67,7 @@ class LiveSettings:
         return self._skipping
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], step: int) -> Optimizer:
-        """Return the optimizer for the next step.
-
-        Parameters
-        ----------
-        groups : sequence of mappings
-            The ``param_groups``.
-        step : int
-            Completed steps.
-
-        Raises
-        ------
-        ValueError
-            If a value is out of range, or differs between groups although it must be equal.
-        """
+        """Return the optimizer for the next step; raise ValueError if a setting of the groups does not fit."""
         read = self._as_read(groups)
         if read is not None and read == self._read:
             assert self._optimizer is not None
@@ -140,10 +119,7 @@ def split_last_rate(
 ) -> tuple[list[dict[str, Any]], float | None]:
     """Return groups that `LiveSettings.saved` returned, without the last rate; and that rate, None if they have none.
 
-    Raises
-    ------
-    ValueError
-        If it is not a finite number >= 0.
+    Raises ValueError if it is not a finite number >= 0.
     """
     known = any(_LAST_RATE in group for group in groups)
     rate = max(_not_negative(groups, _LAST_RATE)) if known else None
@@ -174,10 +150,7 @@ def _not_negative(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[float,
 def _of_each(groups: Sequence[Mapping[str, Any]], key: str) -> tuple[Any, ...]:
     """Return each group's setting under a key, with None for groups that do not read it.
 
-    Raises
-    ------
-    ValueError
-        If a group lacks the key, or settings that must be equal differ.
+    Raises ValueError if a group lacks the key, or settings that must be equal differ.
     """
     for number, group in enumerate(groups):
         if key not in group:
@@ -227,12 +200,7 @@ class _Rate:
     """The largest learning rate of all groups, as a schedule that knows only the last step and the next.
 
     A freeze rule asks whether the rate will rise, but a scheduler decides that only after the step. So this schedule
-    assumes that the last change repeats.
-
-    Parameters
-    ----------
-    last : float or None
-        The rate in the last step; if it is None, the rate of the next step counts as unchanged.
+    assumes that the last change repeats. If the ``last`` rate is None, the rate of the next step counts as unchanged.
     """
 
     def __init__(self, last: float | None) -> None:
@@ -293,12 +261,7 @@ class _CompressorByGroup(_ByGroup):
 def exact_of(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> ExactPolicy | None:
     """Return the policy of all groups: their common one, else one that asks each group's.
 
-    Parameters
-    ----------
-    groups : sequence of mappings
-        The ``param_groups``; ``exact`` is a policy, or True or False for all tensors of the group, or None for False.
-    names : sequence of sequence of str
-        The names of the parameters in each group.
+    Each group's ``exact`` is a policy, or True or False for all its tensors, or None for False.
     """
     settings = [group["exact"] for group in groups]
     if all(setting == settings[0] for setting in settings) and not isinstance(settings[0], bool):
@@ -310,15 +273,7 @@ def exact_of(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 def compressors_of(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> _CompressorByGroup | None:
-    """Return a policy that gives each group's tensors its compressor; None if all groups have the same compressor.
-
-    Parameters
-    ----------
-    groups : sequence of mappings
-        The ``param_groups``.
-    names : sequence of sequence of str
-        The names of the parameters in each group.
-    """
+    """Return a policy that gives each group's tensors its compressor; None if all groups have the same compressor."""
     settings = tuple(group["compressor"] for group in groups)
     for number, compressor in enumerate(settings):
         if not isinstance(compressor, Compressor):

@@ -28,17 +28,7 @@ _COUNT = "step"
 
 
 class InnerOfTorch:
-    """What happens to the states of the inner optimizers where a loop exchanges.
-
-    Parameters
-    ----------
-    given : {"keep", "average", "reset"} or InnerStates
-        As ``inner_state`` of `OuterLoop`.
-    trained : Trained
-        The parameters and the optimizers.
-    loop : OuterLoop
-        The loop of the core.
-    """
+    """What happens to the states of the inner optimizers where a loop exchanges."""
 
     def __init__(self, given: str | InnerStates, trained: Trained, loop: CoreLoop) -> None:
         if given not in _CHOICES and not isinstance(given, InnerStates):

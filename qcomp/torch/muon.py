@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from qcomp.core import optimizers
@@ -17,7 +16,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.core.variance.schedules import Schedule
 from qcomp.torch.group_settings import exact_of
 from qcomp.torch.muon_shards import own_shard, sharding_of
-from qcomp.torch.optimizer import AveragingOptimizer
+from qcomp.torch.optimizer import AveragingOptimizer, arguments
 
 __all__ = ["Muon"]
 
@@ -161,36 +160,10 @@ class Muon(AveragingOptimizer):
         model: Any = None,
         init_sync: bool = True,
     ) -> None:
-        of_groups: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "others": others,
-            "use_muon": None,
-            "betas": betas,
-            "eps": eps,
-        }
-        settings: dict[str, Any] = {
-            "nesterov": nesterov,
-            "adjust_lr_fn": adjust_lr_fn,
-            "stacks": stacks,
-            "splits": splits,
-            "output_axis": output_axis,
-            "block_rows": block_rows,
-            "newton_schulz_steps": newton_schulz_steps,
-            "newton_schulz_dtype": newton_schulz_dtype,
-            "compressor": compressor,
-            "update_compressor": update_compressor,
-            "whiten_steps": whiten_steps,
-            "clip_norm": clip_norm,
-            "seed": seed,
-            "nonfinite": nonfinite,
-            "rounding": rounding,
-        }
         self._adam_factor = adam_learning_rate_factor
-        super().__init__(
-            params, of_groups, partial(self._make_core, **settings), comm, model, init_sync=init_sync
-        )
+        given = {**locals(), "use_muon": None}
+        del given["adam_learning_rate_factor"]
+        super().__init__(**arguments(self._make_core, given))
 
     @staticmethod
     def _make_core(**settings: Any) -> optimizers.Muon:

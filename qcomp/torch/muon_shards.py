@@ -25,24 +25,9 @@ def own_shard(x: Any) -> Any:
 def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator) -> Sharding | None:
     """Return how parameters are cut, the same on all ranks; None if none is a DTensor. Collective if one is.
 
-    Parameters
-    ----------
-    names : sequence of str
-        The names of the parameters.
-    params : sequence of Parameter
-        The parameters.
-    comm : Communicator
-        The ranks of the mesh. Or the ranks of several meshes, of which each holds a replica.
-
-    Raises
-    ------
-    TypeError
-        If only some parameters are sharded.
-    ValueError
-        If a parameter is cut along several dimensions, or parameters over several meshes; or, on every rank, if the
-        ranks of the meshes are not the ranks of ``comm``.
-    MismatchError
-        On the other ranks, if some rank raises an error of its own.
+    ``comm`` has the ranks of the mesh, or of several meshes, of which each holds a replica. Raises TypeError if only
+    some parameters are sharded, and ValueError if one is cut along several dimensions, or the ranks of the meshes are
+    not the ranks of ``comm``; the other ranks then raise MismatchError.
     """
     if not any(hasattr(p, "device_mesh") for p in params):
         return None

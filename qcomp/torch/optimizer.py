@@ -37,7 +37,7 @@ from qcomp.torch.parameters import (
 )
 from qcomp.torch.state_saving import SavedOptimizer
 
-__all__ = ["AveragingOptimizer", "communicator", "untraced"]
+__all__ = ["AveragingOptimizer", "arguments", "communicator", "untraced"]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -402,6 +402,19 @@ class AveragingOptimizer(SavedOptimizer):
 def _as_precise(grad: Any, p: Any) -> Any:
     """Return a gradient in the precision in which its parameter is computed: its ``grad_dtype`` may be another."""
     return grad.to(p.dtype) if (grad.dtype == torch.float64) != (p.dtype == torch.float64) else grad
+
+
+def arguments(make: Callable[..., Optimizer], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `AveragingOptimizer` for an optimizer with these settings.
+
+    ``given`` is what `locals` returns at the start of the optimizer's ``__init__``: its arguments by name, and itself.
+    """
+    settings = {name: value for name, value in given.items() if name not in ("self", "__class__")}
+    own = {name: settings.pop(name) for name in ("params", "comm", "model", "init_sync")}
+    optimizer: AveragingOptimizer = given["self"]
+    of_groups = {"lr", "weight_decay", *optimizer.shared, *optimizer.fixed}
+    defaults = {name: settings.pop(name) for name in list(settings) if name in of_groups}
+    return {**own, "defaults": defaults, "make": functools.partial(make, **settings)}
 
 
 def communicator(given: Any = None) -> Communicator:

@@ -75,13 +75,7 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
 
 
 def require_values(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise ValueError unless every parameter has values.
-
-    Parameters
-    ----------
-    named : iterable of pairs
-        The parameters with their names.
-    """
+    """Raise ValueError unless every parameter has values."""
     for name, p in named:
         if is_lazy(p):
             raise ValueError(
@@ -99,11 +93,6 @@ def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
     """Raise ValueError unless every parameter has values, in memory that no other writes to.
 
     Sparse and sharded parameters are refused elsewhere.
-
-    Parameters
-    ----------
-    named : iterable of pairs
-        The parameters with their names.
     """
     named = list(named)
     require_values(named)
@@ -128,10 +117,7 @@ def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
 def require_dense(named: Iterable[tuple[str, Any]]) -> None:
     """Raise TypeError if a gradient is sparse.
 
-    Parameters
-    ----------
-    named : iterable of pairs
-        Names of parameters with their gradients, or with None.
+    A parameter without a gradient has None.
     """
     for name, grad in named:
         if grad is not None and grad.layout is not torch.strided:

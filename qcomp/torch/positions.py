@@ -38,11 +38,6 @@ class Positions:
 
     Copies may also lie outside the state, as in apex: in an attribute of the optimizer whose tensors once were all
     copies of different parameters.
-
-    Parameters
-    ----------
-    optimizers : sequence of torch.optim.Optimizer
-        The optimizers.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -155,13 +150,7 @@ class Positions:
 
     @contextmanager
     def relative(self, params: Sequence[Any]) -> Iterator[None]:
-        """Make positions relative to their parameters within a context, for copies of the states.
-
-        Raises
-        ------
-        ValueError
-            If some positions are outside the states.
-        """
+        """Make positions relative to their parameters within a context; raise ValueError if some lie elsewhere."""
         for number, keys in self._beside:
             raise ValueError(
                 f"optimizer {number} keeps a copy of a parameter in its attribute {'.'.join(map(str, keys))!r}, which "

@@ -47,18 +47,9 @@ def nested(
     optimizer's own, before any check that they fit. Of entries with equal keys on several ranks it keeps one; of
     entries with different keys it keeps all.
 
-    Parameters
-    ----------
-    of_params : mapping of int
-        By the number of each parameter in the groups: its name, and the kinds of its arrays.
-    whole : mapping
-        The result of ``state_dict`` of the core.
-    own_kinds : sequence of str
-        Kinds of arrays that differ between ranks.
-    parameters : mapping of str to arrays
-        The parameters by name, if they differ between ranks.
-    bucketed : bool
-        Whether a model averages bucket by bucket.
+    ``of_params`` has the name of each parameter in the groups, and the kinds of its arrays, by the parameter's number.
+    ``whole`` is a state dict of the core, and ``parameters`` has parameters that differ between ranks. ``bucketed``
+    says whether a model averages bucket by bucket.
     """
     rest = dict(whole)
     entries: dict[int, dict[str, Any]] = {}
@@ -95,19 +86,9 @@ def of_ranks(gathered: Mapping[str, Mapping[str, Any]], *, bucketed: bool) -> di
 def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequence[int]) -> list[OfRank]:
     """Return, for each rank in a saved state, the part that belongs to it.
 
-    Parameters
-    ----------
-    saved : mapping
-        With "state" and "param_groups".
-    names : sequence of str or None
-        The name of each parameter now; None for one that does not require a gradient.
-    sizes : sequence of int
-        The number of parameters of each group now.
-
-    Raises
-    ------
-    ValueError
-        If ``saved`` belongs to another optimizer, or to other groups or parameters.
+    ``names`` has the name of each parameter now, None for one that requires no gradient; ``sizes`` the number of
+    parameters of each group. Raises ValueError if ``saved`` belongs to another optimizer, or to other groups or
+    parameters.
     """
     _require("it", saved, Mapping)
     groups = read(saved, "param_groups", Several(), "state_dict")
@@ -165,21 +146,8 @@ def groups_to_load(
     """Return the ``param_groups`` of an optimizer that continues with saved settings.
 
     Parameters keep their current names, by which they were matched. Groups without names get the saved names, as in
-    torch.
-
-    Parameters
-    ----------
-    saved : sequence of mappings
-        The "param_groups" of a saved state.
-    groups : sequence of mappings
-        The ``param_groups`` now.
-    fixed : sequence of mappings
-        The settings of each group that stay as they are.
-
-    Raises
-    ------
-    ValueError
-        If the saved groups have other numbers of parameters, or names for only some parameters.
+    torch. The settings in ``fixed`` stay as they are. Raises ValueError if the saved groups have other numbers of
+    parameters, or names for only some parameters.
     """
     _require_sizes(saved, [len(group["params"]) for group in groups])
     found = []
@@ -216,18 +184,8 @@ def _require_sizes(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) ->
 def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Sequence[int]) -> dict[str, str]:
     """Return the current name of each saved parameter: the same, or by position if either side has no names.
 
-    Parameters
-    ----------
-    then, now : sequence of str or None
-        The names of all parameters, in the order of their groups; None for one without a state. Parameters without
-        names have numbers.
-    sizes : sequence of int
-        The number of parameters of each group.
-
-    Raises
-    ------
-    ValueError
-        If the parameters with a state in a group have changed.
+    A name is None for a parameter without a state; parameters without names have numbers. Raises ValueError if the
+    parameters with a state in a group have changed.
     """
     inside, inside_now = _inside_wrappers(then), _inside_wrappers(now)
     by_position = any(all(name.isdecimal() for name in side if name) for side in (then, now))

@@ -273,12 +273,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         states that it has, and the core distributes them. A rank without groups gets those of the first rank that has
         some.
 
-        Raises
-        ------
-        ValueError
-            If a state does not fit.
-        MismatchError
-            On the other ranks, if some rank raises ValueError.
+        Raises ValueError if a state does not fit, and MismatchError on the other ranks.
         """
         is_list = isinstance(state_dict, Sequence)
         saved = list(state_dict) if isinstance(state_dict, Sequence) else [state_dict]

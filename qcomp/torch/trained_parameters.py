@@ -28,11 +28,6 @@ class Trained:
     """What an outer loop trains: the parameters of a model, its buffers, and the optimizers that make the inner steps.
 
     Call its methods that change tensors under ``torch.no_grad()``.
-
-    Parameters
-    ----------
-    model, optimizer, buffers
-        As for `OuterLoop`.
     """
 
     def __init__(

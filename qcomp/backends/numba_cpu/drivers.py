@@ -44,20 +44,10 @@ def encoder(
 ) -> Kernel:
     """Return the kernel that compresses the buckets of a table.
 
-    Parameters
-    ----------
-    name : str
-        The kernel's name in the cache.
-    own : str
-        The types of the family's own arguments, as a tuple in numba's notation.
-    layout : callable
-        ``layout(size, bucket_size, own)`` returns the layout of the payload of a vector.
-    encode_bucket : callable
-        ``encode_bucket(p, filled, start, bucket, data, layout, feeds, own, scratch)`` compresses a bucket that begins
-        at element ``start`` of its vector and has ``filled`` elements before its padding. With ``feeds`` it leaves the
-        new residual in p. It returns whether no value is too large.
-    pads : bool
-        Whether the last bucket is filled up with zeros.
+    ``own`` has the types of the family's own arguments, as a tuple in numba's notation. ``layout(size, bucket_size,
+    own)`` returns the layout of a vector's payload. ``encode_bucket`` compresses a bucket that begins at element
+    ``start`` of its vector and has ``filled`` elements before its padding; with ``feeds`` it leaves the new residual in
+    p. It returns whether no value is too large. If a kernel ``pads``, the last bucket is filled up with zeros.
     """
 
     def encode(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib import import_module
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -497,19 +497,14 @@ def _is_taken(kind: Any, dtype: Any) -> bool:
     return (issubclass(kind, np.ndarray) or is_of_torch(kind)) and dtype_name(dtype) in _DTYPES
 
 
-@cache
-def _torch() -> Any:
-    return import_module("torch")
-
-
 def _as_array_of(x: Array, values: NDArray[Any]) -> Array:
     """Return a NumPy array as an array of the library of x that shares its memory."""
-    return _torch().from_numpy(values) if is_of_torch(type(x)) else values
+    return sys.modules["torch"].from_numpy(values) if is_of_torch(type(x)) else values
 
 
 def _as_arrays_of(x: Array, values: list[Any]) -> list[Array]:
     """Apply `_as_array_of` to each of several arrays."""
-    return list(map(_torch().from_numpy, values)) if is_of_torch(type(x)) else values
+    return list(map(sys.modules["torch"].from_numpy, values)) if is_of_torch(type(x)) else values
 
 
 def _empties(like: Array, shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
@@ -556,7 +551,7 @@ def _adam(
 def _tell_torch(written: Sequence[Array]) -> None:
     """Tell automatic differentiation which tensors were written to, as torch's own operations do."""
     if is_of_torch(type(written[0])):
-        _torch().autograd.graph.increment_version(written)
+        sys.modules["torch"].autograd.graph.increment_version(written)
 
 
 def _room(like: Array, out: Array | None) -> tuple[Array, Floats] | None:

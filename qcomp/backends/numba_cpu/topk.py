@@ -37,8 +37,8 @@ from qcomp.backends.numba_cpu.primitives import (
     too_large,
     tree_sum,
 )
-from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressors.sparse_levels import DROPPED_BITS
+from qcomp.core.numeric.buckets import bytes_below
 
 EXACT = 32
 """The bits of a value that is not rounded."""

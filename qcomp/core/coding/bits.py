@@ -85,17 +85,6 @@ class BitReader:
             )
 
 
-def bytes_below(end: int) -> int:
-    """Return the bytes needed for numbers from 0 to ``end - 1``, at least 1.
-
-    Examples
-    --------
-    >>> bytes_below(1), bytes_below(256), bytes_below(257)
-    (1, 1, 2)
-    """
-    return max(1, -(-(end - 1).bit_length() // 8))
-
-
 def numbers(data: memoryview) -> array[int]:
     """Return the 16-bit numbers of a buffer.
 

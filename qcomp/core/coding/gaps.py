@@ -28,10 +28,10 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from qcomp.core.coding.bits import BitReader, BitWriter, bytes_below
+from qcomp.core.coding.bits import BitReader, BitWriter
 from qcomp.core.coding.elias import gamma, take_gamma
 from qcomp.core.errors import PayloadError
-from qcomp.core.numeric.buckets import bucket_count
+from qcomp.core.numeric.buckets import bucket_count, bytes_below
 
 SMALLEST, LARGEST = 8, 1816
 """The numbers of 2^-126 and 2^100, the smallest and the largest scale that is not 0."""

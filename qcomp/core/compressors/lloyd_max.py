@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import sqrt
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qcomp.core.compressors.bucketed import BucketedCompressor
-from qcomp.core.compressors.coded import LevelCoder
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -23,6 +22,9 @@ from qcomp.core.numeric.sums import mean_abs, rms, tree_sum
 from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
+
+if TYPE_CHECKING:
+    from qcomp.core.compressors.coded import LevelCoder
 
 LEVELS = {1: (1,), 2: (3, 10), 3: (10, 31, 55, 88), 4: (5, 15, 25, 36, 48, 62, 79, 104)}
 """The magnitudes of the codes, in steps, by the bits of a code: the table of Max (1960), scaled and rounded to whole
@@ -102,10 +104,12 @@ class LloydMax(BucketedCompressor):
             )
 
     @cached_property
-    def coder(self) -> LevelCoder | None:
+    def coder(self) -> "LevelCoder | None":
         """The coder that shortens payloads of fixed width, or None."""
         if self.coding == "fixed":
             return None
+        from qcomp.core.compressors.coded import LevelCoder  # noqa: PLC0415 - few coders are used
+
         plain = replace(self, coding="fixed")
         return LevelCoder(plain, self.coding, len(LEVELS[self.bits]), self.bucket_size, lowest=1)
 

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qcomp.core.compressors.bucketed import BucketedCompressor
-from qcomp.core.compressors.coded import LevelCoder
 from qcomp.core.numeric.arrays import TINY, Array, array_namespace, bitcast, device, divide
 from qcomp.core.numeric.buckets import Block, validate_bucket_size
 from qcomp.core.numeric.random import Key, draws16
@@ -14,6 +13,9 @@ from qcomp.core.numeric.sums import norm2
 from qcomp.core.payload import PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
+
+if TYPE_CHECKING:
+    from qcomp.core.compressors.coded import LevelCoder
 
 _MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
@@ -90,10 +92,12 @@ class QSGD(BucketedCompressor):
         return super().spec.replace(",coding=fixed", "")
 
     @cached_property
-    def coder(self) -> LevelCoder | None:
+    def coder(self) -> "LevelCoder | None":
         """The coder that shortens payloads of fixed width, or None."""
         if self.coding == "fixed":
             return None
+        from qcomp.core.compressors.coded import LevelCoder  # noqa: PLC0415 - few coders are used
+
         plain = (
             replace(self, coding="fixed")
             if self.levels <= self._most_uncoded

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.positions import join_bytes, split_bytes, validate_sparsity
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.numeric import bitplanes
 from qcomp.core.numeric.arrays import Array, array_namespace, device, flush
-from qcomp.core.numeric.buckets import Block, blocks, bucket_count, join_blocks
+from qcomp.core.numeric.buckets import Block, blocks, bucket_count, bytes_below, join_blocks
 from qcomp.core.numeric.random import Key, draws16, draws16_again, stream_of
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register

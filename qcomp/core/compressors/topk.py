@@ -3,19 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from qcomp.core.coding.bits import bytes_below
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.positions import join_bytes, split_bytes, validate_sparsity
-from qcomp.core.compressors.sparse_coder import GapCoder
 from qcomp.core.compressors.sparse_levels import MOST_BITS, kept_delta, levels_of, scales_of, values_of
 from qcomp.core.numeric.arrays import Array, array_namespace, device, flush
-from qcomp.core.numeric.buckets import blocks, bucket_count, join_blocks
+from qcomp.core.numeric.buckets import blocks, bucket_count, bytes_below, join_blocks
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.registry import register
 from qcomp.core.traits import Traits
+
+if TYPE_CHECKING:
+    from qcomp.core.compressors.sparse_coder import GapCoder
 
 
 @register
@@ -99,10 +100,12 @@ class TopK(Compressor):
         return super().spec.replace(",value_bits=32", "").replace(",coding=None", "")
 
     @cached_property
-    def coder(self) -> GapCoder | None:
+    def coder(self) -> "GapCoder | None":
         """The coder of positions and values, or None."""
         if self.coding == "fixed" or self.value_bits == 32:
             return None
+        from qcomp.core.compressors.sparse_coder import GapCoder  # noqa: PLC0415 - few coders are used
+
         return GapCoder(replace(self, coding="fixed"), self.k, self.bucket_size, self.value_bits)
 
     @cached_property

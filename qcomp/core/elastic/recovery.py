@@ -13,7 +13,16 @@ from qcomp.core.checkpoint.manifest import kind_of
 from qcomp.core.elastic.meeting import Meeting, Report, Seat, meet
 from qcomp.core.handshake import gather_texts, handshake_stages
 from qcomp.core.mean.framing import join, joined_size, split
-from qcomp.core.mean.stages import AllToAll, Exchange, Stages, Transport, drive, place_in, through
+from qcomp.core.mean.stages import (
+    AllToAll,
+    Exchange,
+    Stages,
+    Transport,
+    drive,
+    place_in,
+    require_rank,
+    through,
+)
 from qcomp.core.numeric.arrays import (
     Array,
     array_namespace,
@@ -25,7 +34,7 @@ from qcomp.core.numeric.arrays import (
     itemsize,
 )
 from qcomp.core.numeric.sums import sum_of_squares
-from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.replica import Place, names_of, resume
 from qcomp.core.optimizers.tensors import as_given, as_tensors
 from qcomp.core.outer.loop import OuterLoop

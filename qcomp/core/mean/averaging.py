@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qcomp.core.compressor import Compressor
-from qcomp.core.mean.compressed_mean import CompressedMean, require_divisor
+from qcomp.core.mean.compressed_mean import CompressedMean
 from qcomp.core.mean.costs import Link
 from qcomp.core.mean.powersgd import PowerSGDMean, require_rank
 from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.topologies.choice import ETHERNET
-from qcomp.core.mean.topologies.registry import require_name
+from qcomp.core.mean.topologies.registry import require_divisor, require_name
 
 __all__ = ["Averaging", "PowerSGD"]
 

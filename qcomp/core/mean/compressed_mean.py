@@ -31,7 +31,7 @@ from qcomp.core.mean.stages import (
     owned,
     pipeline,
     place_in,
-    require_communicator,
+    require_rank,
 )
 from qcomp.core.mean.state import (
     MeanState,
@@ -42,7 +42,7 @@ from qcomp.core.mean.state import (
 )
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology
 from qcomp.core.mean.topologies.choice import ETHERNET, choose_topology
-from qcomp.core.mean.topologies.registry import AUTO, require_name, topology
+from qcomp.core.mean.topologies.registry import AUTO, require_divisor, require_name, topology
 from qcomp.core.numeric.arrays import (
     Array,
     as_list,
@@ -65,7 +65,6 @@ __all__ = [
     "Computation",
     "MeanState",
     "Terms",
-    "require_divisor",
 ]
 
 
@@ -217,9 +216,7 @@ class CompressedMean:
 
     def compressors_of(self, shapes: Sequence[tuple[int, ...]]) -> list[Compressor]:
         """Return the compressor of each tensor, given the shapes."""
-        chosen = self.compressors
-        if not isinstance(self.compressor, tuple):
-            chosen *= len(shapes)
+        chosen = self.compressor if isinstance(self.compressor, tuple) else self.compressors * len(shapes)
         if len(chosen) != len(shapes):
             raise ValueError(f"x has {len(shapes)} arrays; compressor has {len(chosen)} entries")
         return [c.for_shape(shape) for c, shape in zip(chosen, shapes, strict=True)]
@@ -418,11 +415,7 @@ class CompressedMean:
 
         If all ranks pass a ``weight``, the mean is weighted by each rank's own; see `weighted`.
         """
-        require_communicator(comm)
-        if (comm.rank, comm.size) != (state.rank, state.size):
-            raise ValueError(
-                f"comm is rank {comm.rank} of {comm.size}; state belongs to rank {state.rank} of {state.size}"
-            )
+        require_rank(state, comm)
         if weight is not None:
             from qcomp.core.mean.weights import weighted  # noqa: PLC0415 - few scripts weigh
 
@@ -601,17 +594,6 @@ class CompressedMean:
             )
         if terms.blends and len(terms.blends) != count:
             raise ValueError(f"blends has {len(terms.blends)} entries; x has {count} arrays")
-
-
-def require_divisor(divisor: str, topology: str) -> None:
-    """Raise ValueError unless a divisor is known, and fits the topology."""
-    if divisor not in ("ranks", "senders"):
-        raise ValueError(f"divisor is {divisor!r}; expected 'ranks' or 'senders'")
-    if divisor == "senders" and topology != "all_gather":
-        raise ValueError(
-            f"divisor is 'senders' with topology={topology!r}; expected topology='all_gather', in which every rank "
-            "sees what each rank has sent"
-        )
 
 
 EXACT = CompressedMean(Identity(), feedback=False)

@@ -111,17 +111,8 @@ def make_plan(
 ) -> FactorPlan:
     """Return the plan of a mean.
 
-    Parameters
-    ----------
-    matrices : tuple of Matrix
-    compressors, dtypes : sequence
-        For each tensor: the compressor of its factors, and the name of its compute dtype.
-    numbers : sequence of int
-        The number of each tensor's first bucket, for draws.
-    state : MeanState
-        The state of this rank.
-    owners : int
-        How many ranks own factors: all, or 1 if no factor needs an owner.
+    ``numbers`` has the number of each tensor's first bucket, for draws; ``dtypes`` the names of the compute dtypes.
+    ``owners`` is how many ranks own factors: all, or 1 if no factor needs an owner.
     """
     low_rank = {m.tensor for m in matrices}
     rest = tuple(i for i in range(len(dtypes)) if i not in low_rank)

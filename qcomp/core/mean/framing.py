@@ -150,14 +150,8 @@ class Frame:
 class Opened:
     """A message whose frame has been checked.
 
-    Parameters
-    ----------
-    frame : Frame
-    message : array of uint8
-    verdict : array of uint8, shape (1,)
-        Not 0 if the sender could not compress.
-    buffers : list of arrays, optional
-        The data of each payload, if the message begins with their lengths.
+    ``verdict`` is not 0 if the sender could not compress. ``buffers`` has the data of each payload, if the message
+    begins with their lengths.
     """
 
     def __init__(
@@ -195,13 +189,7 @@ def join_lengths(buffers: Sequence[Array]) -> Array:
 
 
 def split_lengths(message: Array, bounds: Sequence[Bounds]) -> list[Array]:
-    """Return the buffers of a message, the inverse of `join_lengths`.
-
-    Raises
-    ------
-    PayloadError
-        If the message does not consist of buffers within these bounds.
-    """
+    """Return the buffers of a message, the inverse of `join_lengths`; raise PayloadError if they exceed bounds."""
     raw = host_bytes(message)
     start = _NUMBER * len(bounds)
     if len(raw) < start:

@@ -80,19 +80,8 @@ def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical")
 
     Every rank sends 16 bytes to every other. Nodes are numbered in the order of their first ranks.
 
-    Parameters
-    ----------
-    comm : Communicator
-        With an attribute ``host``, the name of the machine.
-    like : array
-        Gives the library and the device of the exchanged buffers.
-    topology : str
-        The topology that needs nodes, for the text of the error.
-
-    Raises
-    ------
-    TypeError
-        On every rank, if the communicator of any rank has no ``host``.
+    If the communicator of any rank has no ``host``, all ranks raise TypeError, which names the ``topology`` that needs
+    nodes.
 
     Examples
     --------
@@ -106,17 +95,7 @@ def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical")
 
 
 def node_stages(host: str | None, *, size: int, like: Array, topology: str) -> Stages[tuple[int, ...]]:
-    """Return the node of each rank, as a generator of pure stages; see `learn_nodes`.
-
-    Parameters
-    ----------
-    host : str or None
-        Name of this rank's machine.
-    size : int
-        Number of ranks.
-    like, topology
-        As for `learn_nodes`.
-    """
+    """Return the node of each rank, as a generator of pure stages; see `learn_nodes`."""
     digest = sha256(host.encode()).digest()[:_DIGEST_BYTES] if isinstance(host, str) else _UNNAMED
     xp = array_namespace(like)
     message = xp.asarray(list(digest), dtype=xp.uint8, device=device(like))

@@ -29,13 +29,6 @@ def owed(mean: CompressedMean, state: MeanState) -> list[Array]:
     By the sum identity of `CompressedMean` the means so far lack mean_i e_i + e_s, the residuals of workers and
     servers. So with N ranks the result is e_i, plus N e_s where this rank is the server; with residuals of K nodes
     instead of ranks, N / K e_i replaces e_i. The list is empty if there are no residuals.
-
-    Parameters
-    ----------
-    mean : CompressedMean
-        A mean whose state holds residuals, see `require_residuals`.
-    state : MeanState
-        The state of this rank.
     """
     if not state.worker and not state.server:
         return []

@@ -162,14 +162,7 @@ class OwnedMean(SeparableMean):
         return SeparableMean.join(states)._replace(server=(*momenta, *residuals))
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of the message to each owner, and of the message from each, if tensors are float32.
-
-        Parameters
-        ----------
-        shapes : sequence of shapes
-        size : int
-            Number of ranks.
-        """
+        """Return the bytes of the message to each owner, and of the message from each, if tensors are float32."""
         layout = self.layout(shapes, rank=0, size=size)
         return layout.message_sizes, self.resolved.answers(layout).message_sizes
 

@@ -88,13 +88,7 @@ class ShardedMean(OwnedMean):
         return _ShardOwners(self.updates, self.rule, self.repaid, self.own)
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of rank 0's message to each owner, and of the message from each; float32.
-
-        Parameters
-        ----------
-        shapes, size
-            As for `OwnedMean`; the shapes follow from the sharding.
-        """
+        """Return the bytes of rank 0's message to each owner, and of the message from each; float32."""
         layout: Any = self.layout(shapes, rank=0, size=size)
         return layout.message_sizes, tuple(frame.nbytes for frame in layout.answers_arriving)
 

@@ -81,16 +81,7 @@ def _round(topology: Topology, whole: Layout, chunks: Chunks) -> Round:
 def cut_rounds(chunks: Chunks, bucket_sizes: Sequence[int], count: int) -> list[Chunks]:
     """Cut each chunk into parts of whole buckets and about equal length, one for each round.
 
-    So all ranks send and serve in every round.
-
-    Parameters
-    ----------
-    chunks : sequence of sequences of Segment
-        The chunk of each rank.
-    bucket_sizes : sequence of int
-        The bucket size of each tensor.
-    count : int
-        Number of rounds; empty ones are left out.
+    So all ranks send and serve in every round. The rounds that would be empty are left out.
 
     Examples
     --------
@@ -173,12 +164,7 @@ def _parts(arrays: Sequence[Array], places: Sequence[_Place]) -> tuple[Array, ..
 class _Wholes:
     """Arrays that rounds hold parts of, and the buffers that the new arrays are written to.
 
-    Parameters
-    ----------
-    arrays : sequence of arrays
-        The old arrays, flat; empty without feedback.
-    buffers : sequence of arrays, optional
-        By default new buffers; none where arrays are immutable.
+    There are no arrays without feedback. The buffers are new by default; there are none where arrays are immutable.
     """
 
     def __init__(self, arrays: Sequence[Array], buffers: Sequence[Array] | None = None) -> None:

@@ -23,14 +23,7 @@ class Shards:
 
     All shards form one vector: rank after rank, and for each rank its shard of every tensor.
 
-    Parameters
-    ----------
-    compressors : tuple of Compressor
-        One for each tensor.
-    sizes : tuple of int
-        Elements of a shard of each tensor, the same on all ranks; shorter shards are padded.
-    rank, world : int
-        Number of this rank, and number of ranks.
+    ``sizes`` has the elements of a shard of each tensor, the same on all ranks; shorter shards are padded.
     """
 
     compressors: tuple[Compressor, ...]
@@ -53,29 +46,10 @@ class Shards:
     ) -> Stages[tuple[Array, Array | None]]:
         """Average over the ranks, and keep this rank's shards.
 
-        Parameters
-        ----------
-        values : array, shape (world * size,)
-            This rank's values of all shards.
-        residual : array or None, shape (world * size,)
-            The residual from the last call, at first zeros, in the compute dtype of ``values``; None without feedback.
-        key : Key
-            Seed, step, tensor and hop; the rank is filled in.
+        The values have shape (world * size,), and so has the residual: from the last call, at first zeros, or None
+        without feedback. It is not written to. The rank of the key is filled in. Raises NonFiniteError on every rank,
+        if a value on any rank is not finite.
 
-        Returns
-        -------
-        mean : array, shape (size,)
-            In the compute dtype of ``values``.
-        residual : array or None
-            A new array; the old one is not written to.
-
-        Raises
-        ------
-        NonFiniteError
-            On every rank, if a value on any rank is not finite.
-
-        Notes
-        -----
         With b bytes in the payload of all shards, each of N ranks sends (N - 1) / N * b bytes. Sum identity: the means
         of T steps add up to the sum of the exact means minus mean_i e_i, the residuals after the last step.
         """
@@ -87,24 +61,8 @@ class Shards:
     def gather(self, own: Array, key: Key, *, into: Array | None = None) -> Stages[Array]:
         """Return the shards of all ranks as every rank decodes them, including this rank's own.
 
-        Parameters
-        ----------
-        own : array, shape (size,)
-            This rank's shards.
-        key : Key
-            As for `scatter_mean`.
-        into : array, shape (world * size,), optional
-            A buffer for the result, in the compute dtype of ``own``; ``own`` may be a part of it.
-
-        Returns
-        -------
-        array, shape (world * size,)
-            The same on all ranks bit for bit.
-
-        Raises
-        ------
-        NonFiniteError
-            On every rank, if a value on any rank is not finite.
+        The result has shape (world * size,), in the buffer ``into`` if given, of which ``own`` may be a part. Raises
+        NonFiniteError on every rank, if a value on any rank is not finite.
         """
         result: Array = yield from self._announced(
             self._gather(to_compute_dtype(own), key._replace(rank=self.rank), into)
@@ -114,27 +72,9 @@ class Shards:
     def gather_changes(self, own: Array, reference: Array, key: Key) -> Stages[Array]:
         """Return the shards of all ranks as a reference plus the decoded changes since; loses less than `gather`.
 
-        Parameters
-        ----------
-        own : array, shape (size,)
-            This rank's shards.
-        reference : array, shape (world * size,)
-            The result of the last call, the same on all ranks; in the compute dtype of ``own``.
-        key : Key
-            As for `scatter_mean`.
+        The reference is the result of the last call, the same on all ranks. Raises NonFiniteError on every rank, if a
+        value on any rank is not finite.
 
-        Returns
-        -------
-        array, shape (world * size,)
-            The same on all ranks bit for bit; the next reference.
-
-        Raises
-        ------
-        NonFiniteError
-            On every rank, if a value on any rank is not finite.
-
-        Notes
-        -----
         What one call loses is part of the next change, so the error stays bounded for contractions. Source: Richtarik
         et al. (EF21), NeurIPS 2021.
         """

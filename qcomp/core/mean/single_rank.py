@@ -21,21 +21,9 @@ def alone(
 ) -> Stages[Averaged]:
     """Return the result of an exchange with oneself: the values, with zero for too small ones; see `exact_bounds`.
 
-    Parameters
-    ----------
-    values : sequence of arrays
-        Flat.
-    what : str
-        What refuses values, for error texts: the spec string of a compressor.
-    shares : bool
-        Whether the result may be the values themselves, where nothing changes.
-    donate : bool
-        Whether the result may also overwrite the values. With neither, the result is in new arrays.
-
-    Raises
-    ------
-    NonFiniteError
-        If a value is not finite, or too large to compress.
+    The result is in new arrays. With ``shares`` it may be the values themselves where nothing changes, and with
+    ``donate`` it may overwrite them. Raises NonFiniteError, which says ``what`` refuses, if a value is not finite, or
+    too large to compress.
     """
     # One vector is faster than many small ones, and without kernels than many of any size.
     sizes = [x.shape[0] for x in values]

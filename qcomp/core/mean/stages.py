@@ -35,6 +35,7 @@ __all__ = [
     "pipeline",
     "place_in",
     "require_communicator",
+    "require_rank",
     "through",
     "told",
 ]
@@ -153,6 +154,15 @@ def require_communicator(comm: object) -> None:
         raise TypeError(
             f"comm is {comm!r}; expected a communicator of qcomp: qcomp.comm.world(), or for instance "
             "qcomp.comm.MPICommunicator(MPI.COMM_WORLD) or qcomp.comm.TorchCommunicator(process_group)"
+        )
+
+
+def require_rank(state: Any, comm: Transport) -> None:
+    """Raise ValueError unless a communicator has the rank and size of a state."""
+    require_communicator(comm)
+    if (comm.rank, comm.size) != (state.rank, state.size):
+        raise ValueError(
+            f"comm is rank {comm.rank} of {comm.size}; state belongs to rank {state.rank} of {state.size}"
         )
 
 

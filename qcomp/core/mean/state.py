@@ -55,13 +55,7 @@ def require_no_residuals(state: MeanState) -> None:
 def require_own_residuals(state: MeanState, layout: Layout, vectors: Sequence[Array]) -> None:
     """Raise ValueError unless the residuals have the shapes and dtypes that `CompressedMean.init` gives them.
 
-    Parameters
-    ----------
-    state : MeanState
-    layout : Layout
-        Gives the shape of each residual, and its tensor.
-    vectors : sequence of arrays
-        The tensors, in their compute dtypes.
+    The layout gives the shape and the tensor of each residual; ``vectors`` are the tensors in their compute dtypes.
     """
     kinds = ("worker", state.worker), ("server", state.server)
     for (kind, residuals), (expected, tensors) in zip(kinds, layout.residual_shapes, strict=True):

@@ -83,17 +83,7 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
 
 
 def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
-    """Return N w / (w_1 + ... + w_N) for this rank's weight w, as a generator of pure stages; see `weighted`.
-
-    Parameters
-    ----------
-    weight : float
-        This rank's weight.
-    size : int
-        N, the number of ranks.
-    like : array
-        Gives the library and the device of the exchanged buffers.
-    """
+    """Return N w / (w_1 + ... + w_N) for this rank's weight w, as a generator of pure stages; see `weighted`."""
     given: Any = weight
     fits = isinstance(given, Real) and 0 <= float(given) < math.inf
     own = float(given) if fits else math.nan

@@ -39,7 +39,6 @@ __all__ = [
     "digest",
     "divide",
     "dtype_name",
-    "entry",
     "exact_bounds",
     "flat",
     "flush",
@@ -125,15 +124,17 @@ def device(x: Array) -> Any:
     A tracer of JAX looks through its whole program to explain a missing attribute, such as this.
     """
     kind: object = type(x)
-    if _names_its_device(kind):
+    if _library(kind) in ("numpy", "torch"):
         found: Any = x
         return found.device
     return None if is_traced(x) else array_api_compat.device(x)
 
 
 @cache
-def _names_its_device(kind: Any) -> bool:
-    return kind.__module__.partition(".")[0] in ("numpy", "torch")
+def _library(kind: Any) -> str:
+    """Return the name of the package of a class."""
+    library: str = kind.__module__.partition(".")[0]
+    return library
 
 
 def require_dense(x: Any, argument: str) -> None:
@@ -226,8 +227,8 @@ def _why_not(kind: Any) -> str | None:
 
 def kind_of_array(x: Any) -> str:
     """Return the library and the class of an array, such as ``"torch.Tensor"``."""
-    kind = type(x)
-    library = kind.__module__.partition(".")[0]
+    kind: Any = type(x)
+    library = _library(kind)
     return kind.__name__ if library == "builtins" else f"{library}.{kind.__name__}"
 
 
@@ -305,18 +306,14 @@ def bitcast(x: Array, dtype: Any) -> Array:
     if not hasattr(x, "view"):
         values = in_numpy(x).copy().view(dtype_name(dtype))
         return array_namespace(x).asarray(values, device=device(x))
-    dense: Any = x if _is_dense(x, dtype) else array_namespace(x).concat([x, x[:0]])
-    bits: Array = dense.view(dtype)
+    bits: Array
+    try:
+        bits = x.view(dtype)
+    except (RuntimeError, ValueError):
+        # x has gaps, or in torch an address that is no multiple of the item size.
+        dense: Any = array_namespace(x).concat([x, x[:0]])
+        bits = dense.view(dtype)
     return bits
-
-
-def _is_dense(x: Any, dtype: Any) -> bool:
-    """Return whether the elements of x are contiguous, as a view of another dtype requires."""
-    if hasattr(type(x), "stride"):  # torch, which also requires an address aligned to the item size
-        aligned = x.storage_offset() * x.itemsize % itemsize(dtype_name(dtype)) == 0
-        return bool(x.stride(-1) == 1 and aligned)
-    flags = x.flags if hasattr(type(x), "flags") else None  # NumPy and CuPy; arrays of JAX are dense
-    return flags is None or bool(flags.c_contiguous)
 
 
 def in_numpy(x: Any) -> Any:
@@ -496,14 +493,6 @@ def as_count(number: Any) -> Any:
     return number if is_traced(number) else int(number)
 
 
-def entry(table: Sequence[float], index: float) -> float:
-    """Return an entry of a table, chosen by a traced index; beyond the end, the last one."""
-    traced: Any = index
-    xp: Any = array_namespace(traced)
-    found: float = xp.asarray(table)[xp.minimum(traced, len(table) - 1)]
-    return found
-
-
 def loop(turns: int, turn: Callable[[Any, Any], Any], values: tuple[Array, ...]) -> tuple[Array, ...]:
     """Return the values after ``turn(number, values)`` for each number below ``turns``, for traced arrays.
 
@@ -541,12 +530,7 @@ def all_below(x: Array, limit: float) -> Array:
 def is_read_late(x: Array) -> bool:
     """Return whether reading a value of x may have to wait for a device."""
     kind: object = type(x)
-    return _is_of_device_library(kind)
-
-
-@cache
-def _is_of_device_library(kind: Any) -> bool:
-    return kind.__module__.partition(".")[0] in ("cupy", "jax", "jaxlib", "torch")
+    return _library(kind) in ("cupy", "jax", "jaxlib", "torch")
 
 
 def out_of_range(x: Array, limit: float) -> Array:

@@ -58,6 +58,17 @@ def bucket_count(size: int, bucket_size: int) -> int:
     return -(-size // bucket_size)
 
 
+def bytes_below(end: int) -> int:
+    """Return the bytes needed for numbers from 0 to ``end - 1``, at least 1.
+
+    Examples
+    --------
+    >>> bytes_below(1), bytes_below(256), bytes_below(257)
+    (1, 1, 2)
+    """
+    return max(1, -(-(end - 1).bit_length() // 8))
+
+
 def tail_length(count: int) -> int:
     """Return the length of a bucket of ``count`` elements: the smallest power of two from 8 that holds them."""
     return max(8, 1 << (count - 1).bit_length())

@@ -105,17 +105,7 @@ def explain_values(held: Sequence[Any]) -> str | None:
 def difference_in_values(
     names: Sequence[str], params: Sequence[Array], size: int
 ) -> Stages[MismatchError | None]:
-    """Return, on every rank, an error that names a parameter which differs between the ranks; None if all are equal.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The names of the parameters.
-    params : sequence of arrays
-        The parameters.
-    size : int
-        Number of ranks.
-    """
+    """Return, on every rank, an error that names a parameter which differs between the ranks; None if all are equal."""
     told = {"values": digests(names, params)}
     try:
         yield from handshake_stages(told, size=size, like=params[0], explain={"values": explain_values})
@@ -127,21 +117,9 @@ def difference_in_values(
 def compare_states(replica: Described, state: OptimizerState, like: Array, when: str) -> Stages[None]:
     """Raise MismatchError on every rank unless all have the same step, stage, moments, variances and counters.
 
-    Residuals, and whatever else belongs to one rank, are not compared.
+    Residuals, and whatever else belongs to one rank, are not compared. The error says ``when`` they are compared, such
+    as "after step 5".
 
-    Parameters
-    ----------
-    replica : Replica
-        What the state belongs to.
-    state : OptimizerState
-        This rank's state.
-    like : array
-        Gives the library and the device of the buffers.
-    when : str
-        When the states are compared, as the error says it, such as "after step 5".
-
-    Notes
-    -----
     Reads all these arrays on the host. Sends 8 bytes to every other rank and, if those bytes differ, a digest of each
     array.
     """
@@ -194,18 +172,7 @@ def compare_gradients(
 ) -> Stages[None]:
     """Warn on every rank if all ranks have the same gradients; sends 4 bytes to every other rank.
 
-    Parameters
-    ----------
-    gradients : sequence of arrays or None
-        This rank's gradients; None for a parameter without one.
-    size : int
-        Number of ranks.
-    like : array
-        Gives the library and the device of the buffers.
-    who : str
-        What averages over the ranks, as the warning names it.
-    what : str
-        What the warning calls the gradients, and when they are compared.
+    A gradient is None for a parameter without one. The warning names ``who`` averages, and ``what`` it compares.
     """
     if (yield from same_gradients(gradients, size, like)):
         warn_caller(

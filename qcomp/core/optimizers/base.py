@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_communicator
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_rank
 from qcomp.core.numeric.arrays import Array, is_traced, require_apart
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients, compare_new_stage
@@ -22,7 +22,7 @@ from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Optimizer", "require_rank"]
+__all__ = ["Optimizer"]
 
 _LOOKED_AT = frozenset(10**power for power in range(2, 8))
 """The numbers of the steps that check whether parameters in half precision move."""
@@ -447,12 +447,3 @@ class Optimizer(Replica[OptimizerState]):
             The state of the last step.
         """
         return Key(seed=self.seed, step=state.step, tensor=state.stream, rank=state.rank)
-
-
-def require_rank(state: OptimizerState, comm: Transport) -> None:
-    """Raise ValueError unless a communicator has the rank and size of a state."""
-    require_communicator(comm)
-    if (comm.rank, comm.size) != (state.rank, state.size):
-        raise ValueError(
-            f"comm is rank {comm.rank} of {comm.size}; state belongs to rank {state.rank} of {state.size}"
-        )

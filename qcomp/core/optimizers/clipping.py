@@ -18,11 +18,7 @@ def clip_scale(
     """Return the factor that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm, the same on all ranks.
 
     With ``replicas``, each rank holds a shard of one of so many replicas' gradients, and the mean is over replicas.
-
-    Raises
-    ------
-    NonFiniteError
-        On every rank, if the norm of any rank's gradients is not finite.
+    Raises NonFiniteError on every rank, if the norm of any rank's gradients is not finite.
     """
     xp = array_namespace(grads[0])
     square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)

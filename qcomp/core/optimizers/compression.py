@@ -82,7 +82,10 @@ class Average(NamedTuple):
             donate = not (p.terms.blends or self.own or self.overwrite)
             terms = p.terms._replace(donate=donate, overwrite=self.overwrite, at_once=self.at_once)
             begun.append(p.mean.begin(p.values, p.state, terms))
-        results = yield from _side_by_side([computation.rounds for computation in begun])
+        if len(begun) == 1:
+            results = [(yield from pipeline(begun[0].rounds))]
+        else:
+            results = yield from _side_by_side([computation.rounds for computation in begun])
         values: dict[int, Array] = {}
         exchange = self.exchange
         for part, computation, of_rounds in zip(self.parts, begun, results, strict=True):
@@ -95,8 +98,6 @@ class Average(NamedTuple):
 
 def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[list[Averaged]]]:
     """Run the rounds of several means: the first rounds share messages, then the second ones, and so on."""
-    if len(rounds) == 1:
-        return [(yield from pipeline(rounds[0]))]
     fused = [fuse([each for each in of_index if each]) for of_index in zip_longest(*rounds)]
     answers = list(map(iter, (yield from pipeline(fused))))
     return [[next(of_round) for of_round in answers[: len(of_mean)]] for of_mean in rounds]

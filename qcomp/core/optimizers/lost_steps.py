@@ -19,12 +19,8 @@ _BITS = {"bfloat16": 8, "float16": 11}
 def samples(params: Sequence[Array], *, stochastic: bool = False) -> dict[int, Array]:
     """Return copies of some elements of each parameter in half precision, by its number.
 
-    Parameters
-    ----------
-    params : sequence of arrays
-        The parameters.
-    stochastic : bool
-        Whether those in bfloat16 are rounded stochastically. Then they lose nothing on average, and are left out.
+    With ``stochastic``, parameters in bfloat16 are rounded stochastically: they lose nothing on average, and are left
+    out.
     """
     dtypes = _BITS.keys() - {"bfloat16"} if stochastic else _BITS.keys()
     return {i: copy(_sample(p)) for i, p in enumerate(params) if dtype_name(p.dtype) in dtypes}
@@ -35,16 +31,7 @@ def warn_of_lost_steps(
 ) -> None:
     """Warn of parameters if a step changed less than half of their elements with a nonzero mean gradient.
 
-    Parameters
-    ----------
-    before : mapping of int to array
-        What `samples` returned before the step.
-    params : sequence of arrays
-        The parameters after the step.
-    means : sequence of arrays
-        The means that the step used; tensors whose means have other shapes are left out.
-    state : OptimizerState
-        The state before the step.
+    ``before`` is what `samples` returned before the step; tensors whose means have other shapes are left out.
     """
     lost = []
     for i, old in before.items():

@@ -66,17 +66,7 @@ def _look_at(x: Array, *, sample: bool) -> Looked:
 def moved_zeros(
     gradients: Sequence[Looked], means: Sequence[Looked], state: OptimizerState, like: Array
 ) -> Stages[list[str]]:
-    """Return in words which tensors moved where the gradients of all ranks are 0; each rank sends its bits.
-
-    Parameters
-    ----------
-    gradients, means : sequence of Looked
-        What is not 0 in this rank's gradients, and in the means over the ranks.
-    state : OptimizerState
-        Gives the number of ranks, and the names.
-    like : array
-        Gives the library and the device of the buffers.
-    """
+    """Return in words which tensors moved where the gradients of all ranks are 0; each rank sends its bits."""
     moved, total = 0, 0
     for gradient, mean in zip(gradients, means, strict=True):
         moved = moved << sum(mean.counts) | mean.bits & ~gradient.bits

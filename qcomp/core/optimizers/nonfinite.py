@@ -24,20 +24,8 @@ def name_gradients(
 ) -> Stages[NonFiniteError]:
     """Return, on all ranks, an error that names the gradients and ranks that caused ``error``.
 
-    Sends 8 bytes and a few names to every other rank.
-
-    Parameters
-    ----------
-    error : NonFiniteError
-        Returned unchanged if all gradients are finite: then another value is too large.
-    grads : sequence of arrays
-        This rank's gradients.
-    names : sequence of str
-        Names of the gradients.
-    state : OptimizerState
-        The state before the step.
-    what : str
-        What the error calls the gradients.
+    Sends 8 bytes and a few names to every other rank. If all gradients are finite, another value is too large, and
+    ``error`` is returned unchanged.
     """
     # First the gradients that not even an exact exchange accepts: other large ones may have been sent exactly.
     own = [_refused(grads, names, exact=exact) for exact in (True, False)]

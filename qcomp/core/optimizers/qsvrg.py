@@ -10,9 +10,9 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.qsgd import QSGD
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.compressed_mean import MeanState
-from qcomp.core.mean.stages import Stages, Transport, drive, owned
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_rank
 from qcomp.core.numeric.arrays import Array, array_namespace, divide, to_compute_dtype
-from qcomp.core.optimizers.base import Optimizer, require_rank
+from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import EXACT, Average, Compressing, Means
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, update, zeros_like

@@ -504,26 +504,12 @@ def resume(
     begun = begin(replica, tensors, names, place, compare=False)
     fresh = yield from owned(begun, _owner_of_start(place, names, "init"))
     world = World(replica, fresh, tensors, strict, lost, drops=missing == "drop")
-    return (
-        yield from owned(
-            _resume(replica, saved, world, missing), _owner_of_start(place, names, "load_state_dict")
-        )
-    )
+    loading = _load(replica, saved, world, missing)
+    return (yield from owned(loading, _owner_of_start(place, names, "load_state_dict")))
 
 
 def _owner_of_start(place: Place, names: tuple[str, ...], doing: str) -> Owner:
     return Owner(_ANY_KIND, place.number, names, 0, doing)
-
-
-def _resume(
-    replica: Replica[Any], saved: Saved | Sequence[Saved], world: World, missing: str
-) -> Stages[OptimizerState]:
-    tensors = world.params
-    loaded = yield from _load(replica, saved, world, missing)
-    yield from compare_states(replica, loaded, tensors[0], "when they resume")
-    if not replica.apart(loaded.stage):
-        yield from replica._compare_parameters(loaded.names, tensors, world.size)
-    return loaded
 
 
 def _read(replica: Replica[Any], own: Saved, world: World, *, regrouped: bool) -> OptimizerState:
@@ -571,7 +557,7 @@ def _require_of_any_rank(saved: Saved, world: World) -> None:
 def _load(
     replica: Replica[Any], saved: Saved | Sequence[Saved], world: World, missing: str
 ) -> Stages[OptimizerState]:
-    """Return the state in a dict of this rank, once all ranks have loaded theirs."""
+    """Return the state in a dict of this rank, once all ranks have loaded theirs, and compared them."""
     what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
     yield from handshake_stages({"saved": what, "lost": missing}, size=world.size, like=world.like)
     if missing not in ("raise", "drop"):
@@ -593,6 +579,9 @@ def _load(
     assert loaded is not None
     verdict = f"of step {loaded.step}, {loaded.stage}, {loaded.exchange.topology}"
     yield from handshake_stages({"checkpoint": verdict}, size=world.size, like=world.like)
+    yield from compare_states(replica, loaded, world.like, "when they resume")
+    if not replica.apart(loaded.stage):
+        yield from replica._compare_parameters(loaded.names, world.params, world.size)
     return loaded
 
 

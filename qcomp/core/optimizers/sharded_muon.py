@@ -120,15 +120,7 @@ class ShardedMuon(Muon):
         return False
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
-        """Return the factor that brings the norm of the gradients down to ``clip_norm``, the same on all ranks.
-
-        Parameters
-        ----------
-        grads : sequence of arrays
-            This rank's shards.
-        state : OptimizerState
-            The state of the last step.
-        """
+        """Return the factor that brings the norm of the gradients down to ``clip_norm``, the same on all ranks."""
         assert self.clip_norm is not None
         return clip_scale(self.clip_norm, grads, state.size, len(self.shards.ranks))
 

@@ -39,12 +39,8 @@ class _Checked(list[Array]):
 def as_tensors(values: Any, argument: str) -> list[Array]:
     """Return an array or a sequence of arrays as a list, detached from automatic differentiation.
 
-    Raises
-    ------
-    TypeError
-        If a value is not a dense array, or the values mix libraries or precisions.
-    ValueError
-        If there is no value.
+    Raises TypeError if a value is not a dense array, or the values mix libraries or precisions; ValueError if there is
+    none.
     """
     if type(values) is _Checked:
         return values
@@ -79,11 +75,8 @@ def as_given(tensors: Sequence[Array], values: Any) -> Any:
 def as_gradients(grads: Any, params: Sequence[Array], names: Sequence[str]) -> list[Array]:
     """Return the gradients of some parameters as a list, detached from automatic differentiation.
 
-    Raises
-    ------
-    TypeError, ValueError
-        If a gradient differs from its parameter in shape, library or precision; the error names the first such
-        gradient.
+    Raises TypeError or ValueError, which names the first gradient that differs from its parameter in shape, library or
+    precision.
     """
     several = isinstance(grads, list | tuple | Iterator)
     given = list(grads) if several else [grads]
@@ -182,12 +175,7 @@ def copy(x: Array) -> Array:
 def each_in_blocks(function: Callable[..., Array], *tensors: Sequence[Array]) -> list[Array]:
     """Return ``function(*arrays)`` for each of several tensors; see `in_blocks`.
 
-    Parameters
-    ----------
-    function : callable
-        Its result has the dtype of its first argument.
-    *tensors : sequences of arrays
-        The first arguments, one for each tensor; then the second arguments, and so on.
+    The result of the function has the dtype of its first argument.
     """
 
     def results(*parts: Array) -> tuple[Array, ...]:

@@ -45,28 +45,9 @@ def stages_of_used(
     `Optimizer.apart`), zeros stand for every missing gradient. If no rank has any gradient, nothing changes, and a
     warning says so.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        One whose steps take one gradient.
-    params : sequence of arrays
-        The parameters.
-    grads : sequence of arrays or None
-        This rank's gradients; None where there is none.
-    state : OptimizerState
-        From `Optimizer.init` or the last step.
-    settings : str
-        The settings that may have changed since the last step, as text; equal settings give equal text.
-    donate : bool
-        As for `Optimizer.step`; ignored on a rank that lacks a gradient.
+    ``settings`` is the text of all settings that may have changed since the last step; if it differs, all ranks raise
+    MismatchError before anything changes. ``donate`` is ignored on a rank that lacks a gradient.
 
-    Raises
-    ------
-    MismatchError
-        On every rank, before anything changes, if the settings differ.
-
-    Notes
-    -----
     Every rank sends 8 bytes and a bit for each parameter to all others, alongside the first exchange of the step. While
     some tensors still make exact steps of their own (see `OneBitAdam`), it sends them before that exchange.
     """
@@ -150,32 +131,12 @@ def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -
 
 
 def same_settings(settings: str, state: OptimizerState, like: Array) -> Stages[None]:
-    """Raise MismatchError on every rank if the settings of the next step differ; sends 8 bytes to all others.
-
-    Parameters
-    ----------
-    settings : str
-        The settings, as text; equal settings give equal text.
-    state : OptimizerState
-        Gives the rank, the number of ranks and the step.
-    like : array
-        Gives the library and the device of the buffers.
-    """
+    """Raise MismatchError on every rank if the settings of the next step differ; sends 8 bytes to all others."""
     yield from _agreed((), settings, state, like)
 
 
 def used_anywhere(used: Sequence[bool], state: OptimizerState, like: Array) -> Stages[list[bool]]:
-    """Return whether each parameter has a gradient on some rank; sends 8 bytes and a bit for each to all others.
-
-    Parameters
-    ----------
-    used : sequence of bool
-        Whether each parameter has a gradient on this rank.
-    state : OptimizerState
-        Gives the number of ranks.
-    like : array
-        Gives the library and the device of the buffers.
-    """
+    """Return whether each parameter has a gradient on some rank; sends 8 bytes and a bit for each to all others."""
     found: list[bool] = yield from _agreed(used, "", state, like)
     return found
 

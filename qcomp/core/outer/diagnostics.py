@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcomp.core.diagnostics import Facts, Notes, counted, message_of, report_of
-from qcomp.core.mean.stages import AllGather, Stages, Transport, drive, owned
+from qcomp.core.mean.stages import AllGather, Stages, Transport, drive, owned, require_rank
 from qcomp.core.numeric.arrays import host_bytes
 from qcomp.core.numeric.sums import sum_of_squares
-from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.outer.loop import OuterLoop

@@ -18,14 +18,7 @@ Item = TypeVar("Item")
 def take(state: OptimizerState, members: tuple[int, ...], compression: Compressing) -> OptimizerState:
     """Return a state of only some tensors: their names, choices, moments, residuals, and arrays of every kind.
 
-    Parameters
-    ----------
-    state : OptimizerState
-        The state of all tensors.
-    members : tuple of int
-        The numbers of the tensors, ascending.
-    compression : Compression
-        Its mean cuts each tensor separately.
+    The numbers of the tensors ascend, and the mean of ``compression`` cuts each tensor separately.
     """
     own = _compressed(state, members)
     mean = _mean(compression, state)
@@ -47,17 +40,7 @@ def take(state: OptimizerState, members: tuple[int, ...], compression: Compressi
 def put(
     part: OptimizerState, state: OptimizerState, members: tuple[int, ...], compression: Compressing
 ) -> OptimizerState:
-    """Return the state of all tensors, with the moments, residuals and arrays of a part from `take`.
-
-    Parameters
-    ----------
-    part : OptimizerState
-        The state of some tensors.
-    state : OptimizerState
-        The state of all tensors.
-    members, compression
-        As for `take`.
-    """
+    """Return the state of all tensors, with the moments, residuals and arrays of a part from `take`."""
     own, exchange = _compressed(state, members), state.exchange
     if own:
         each = _mean(compression, state).split(exchange, state.exact.count(False))

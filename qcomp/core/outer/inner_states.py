@@ -13,10 +13,9 @@ from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import agree_stages, gather_texts, handshake_stages
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
-from qcomp.core.mean.stages import Stages, Transport, drive, owned
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_rank
 from qcomp.core.mean.weights import weight_stages
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
-from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.outer.fragments import first_step

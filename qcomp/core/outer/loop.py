@@ -7,11 +7,10 @@ from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.mean.stages import Stages, Transport, drive, owned
+from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_rank
 from qcomp.core.numeric.arrays import Array, array_namespace, as_count, to_compute_dtype
 from qcomp.core.numeric.random import Key
 from qcomp.core.optimizers.agreement import compare_gradients
-from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.replica import owner_of

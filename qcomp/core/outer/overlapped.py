@@ -5,9 +5,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from qcomp.core.errors import CommunicatorError
-from qcomp.core.mean.stages import Arriving, Exchange, Stages, Transport, begun, drive
+from qcomp.core.mean.stages import Arriving, Exchange, Stages, Transport, begun, drive, require_rank
 from qcomp.core.numeric.arrays import Array
-from qcomp.core.optimizers.base import require_rank
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.outer.fragments import under_way
 from qcomp.core.outer.loop import OuterLoop

@@ -50,17 +50,7 @@ def require_equal(tensors: Sequence[Array], state: OptimizerState, warmup: int) 
 
 
 def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
-    """Raise MismatchError on every rank if the ranks exchange after different steps; sends 8 bytes to all others.
-
-    Parameters
-    ----------
-    step : int
-        The inner step after which this rank exchanges.
-    state : OptimizerState
-        Gives the number of ranks.
-    like : array
-        Gives the library and the device of the buffers.
-    """
+    """Raise MismatchError on every rank if the ranks exchange after different steps; sends 8 bytes to all others."""
     arrived = yield AllGather(from_host_bytes(struct.pack("<Q", step), like), (8,) * state.size)
     steps = [struct.unpack("<Q", host_bytes(part))[0] for part in arrived]
     if len(set(steps)) > 1:

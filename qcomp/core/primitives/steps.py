@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from qcomp.core.kernels import AdamNumbers, Blend, FreshNumbers, StepNumbers, kernel_of, primitive
 from qcomp.core.numeric.arrays import (
@@ -23,6 +24,8 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.numbers import Number, as_number
 from qcomp.core.numeric.sums import sum_of_squares
+
+Result = TypeVar("Result")
 
 
 @primitive("x")
@@ -148,11 +151,17 @@ def frozen_steps(
     donate : bool
         Whether new parameters may take the buffers of the old ones.
     """
-    tensors = list(zip(params, momenta, variances, numbers, strict=True))
-    if len(tensors) == 1:
-        return [frozen_step(*tensors[0])]
-    # One at a time, since the kernels may refuse only some of them.
-    return [moved for p, m, v, n in tensors for moved in frozen_steps([p], [m], [v], [n], donate=donate)]
+    if len(params) != 1:
+        return _each_alone(frozen_steps, params, momenta, variances, numbers, donate=donate)
+    (p,), (m,), (v,), (own,) = params, momenta, variances, numbers
+    return [frozen_step(p, m, v, own)]
+
+
+def _each_alone(primitive: Callable[..., list[Result]], *lists: Sequence[Any], donate: bool) -> list[Result]:
+    """Apply a primitive of several tensors to one at a time, since the kernels may refuse only some of them."""
+    return [
+        found for one in zip(*lists, strict=True) for found in primitive(*([x] for x in one), donate=donate)
+    ]
 
 
 @primitive("sums", several=True)
@@ -210,19 +219,11 @@ def adam_steps(
     g' = g + coupled_decay * p; m' and v' are `momentum` of m and g', of v and g' * g'; p' is `adam_step` of m' and
     v' / variance_correction. Everything is checked before anything is written.
     """
-    tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
-    if len(tensors) == 1:
-        return [_whole_adam_step(*tensors[0])]
-    return [
-        moved for p, m, v, g, n in tensors for moved in adam_steps([p], [m], [v], [g], [n], donate=donate)
-    ]
-
-
-def _whole_adam_step(
-    p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers
-) -> tuple[Array, Array, Array]:
-    m, v = _moments(p, m, v, g, numbers)
-    return adam_step(p, m, divide(v, numbers.variance_correction), numbers.step), m, v
+    if len(params) != 1:
+        return _each_alone(adam_steps, params, momenta, variances, gradients, numbers, donate=donate)
+    (p,), (m,), (v,), (g,), (own,) = params, momenta, variances, gradients, numbers
+    m, v = _moments(p, m, v, g, own)
+    return [(adam_step(p, m, divide(v, own.variance_correction), own.step), m, v)]
 
 
 def _moments(p: Array, m: Array, v: Array, g: Array, numbers: AdamNumbers) -> tuple[Array, Array]:
@@ -268,17 +269,12 @@ def adam_directions(
     -----
     The direction is what `adam_steps` multiplies by the rate, in a new array.
     """
-    tensors = list(zip(params, momenta, variances, gradients, numbers, strict=True))
-    if len(tensors) == 1:
-        *arrays, own = tensors[0]
-        rooms = [empty_like(x) for x in (momenta[0], momenta[0], variances[0])]
-        d, m, v = in_blocks(partial(_directed, own), arrays, rooms)
-        return [(d, m, v)]
-    return [
-        found
-        for p, m, v, g, n in tensors
-        for found in adam_directions([p], [m], [v], [g], [n], donate=donate)
-    ]
+    if len(params) != 1:
+        return _each_alone(adam_directions, params, momenta, variances, gradients, numbers, donate=donate)
+    (own,), arrays = numbers, (*params, *momenta, *variances, *gradients)
+    rooms = [empty_like(x) for x in (*momenta, *momenta, *variances)]
+    d, m, v = in_blocks(partial(_directed, own), arrays, rooms)
+    return [(d, m, v)]
 
 
 def _directed(numbers: AdamNumbers, p: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
@@ -323,17 +319,12 @@ def fresh_variances(
     and g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps), where 0 takes the place of an infinite v:
     such an element rests, so it has no part in how much the steps of the tensor grow. An empty tensor has growth 0.
     """
-    tensors = list(zip(means, momenta, variances, fresh, numbers, strict=True))
-    if len(tensors) == 1:
-        *arrays, own = tensors[0]
-        rooms = [empty_like(arrays[2]) for _ in range(3)]
-        m, f, growth = in_blocks(partial(_refreshed, own), arrays, rooms)
-        return [(m, f, as_number(array_namespace(growth).max(growth)) if math.prod(growth.shape) else 0.0)]
-    return [
-        found
-        for x, m, v, f, n in tensors
-        for found in fresh_variances([x], [m], [v], [f], [n], donate=donate)
-    ]
+    if len(means) != 1:
+        return _each_alone(fresh_variances, means, momenta, variances, fresh, numbers, donate=donate)
+    (own,), arrays = numbers, (*means, *momenta, *variances, *fresh)
+    rooms = [empty_like(x) for x in (*variances, *variances, *variances)]
+    m, f, growth = in_blocks(partial(_refreshed, own), arrays, rooms)
+    return [(m, f, as_number(array_namespace(growth).max(growth)) if math.prod(growth.shape) else 0.0)]
 
 
 def _refreshed(

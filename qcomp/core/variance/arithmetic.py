@@ -7,10 +7,11 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 from qcomp.core import primitives
 from qcomp.core.kernels import StepNumbers
-from qcomp.core.numeric.arrays import Array, array_namespace, divide, entry, is_traced
+from qcomp.core.numeric.arrays import Array, array_namespace, divide, is_traced
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.numbers import Number
 from qcomp.core.numeric.sums import total, totals
@@ -42,7 +43,7 @@ def bias_corrections(
     if not counts or not is_traced(counts[0]):
         return [1 - pair[which] ** max(1, count) for pair, count in pairs]
     found = {(pair[which], id(count)): (pair[which], count) for pair, count in pairs}
-    entries = {key: entry(_corrections(beta), count) for key, (beta, count) in found.items()}
+    entries = {key: _entry(_corrections(beta), count) for key, (beta, count) in found.items()}
     return [entries[pair[which], id(count)] for pair, count in zip(betas, counts, strict=True)]
 
 
@@ -51,6 +52,14 @@ def _corrections(beta: float) -> list[float]:
     """Return the bias corrections by count, until one is 1 in float32."""
     steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
     return bias_corrections([(beta, beta)] * (1 + steps), 0, range(1 + steps))
+
+
+def _entry(table: Sequence[float], index: float) -> float:
+    """Return an entry of a table, chosen by a traced index; beyond the end, the last one."""
+    traced: Any = index
+    xp: Any = array_namespace(traced)
+    found: float = xp.asarray(table)[xp.minimum(traced, len(table) - 1)]
+    return found
 
 
 def divided(variance: Sequence[Array], corrections: Sequence[float]) -> tuple[Array, ...]:

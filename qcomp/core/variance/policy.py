@@ -51,16 +51,8 @@ class VariancePolicy:
 
     Some methods take, as ``betas`` and ``counts``, each tensor's decay rates and the number of updates of its variance.
 
-    Parameters
-    ----------
-    rule : FreezeRule or None
-        Decides when the variance is frozen; None never does.
-    floor : float
-        Smallest frozen variance of an element of a compressed tensor, as a fraction of the mean of its tensor.
-    schedule : callable, optional
-        Returns whether a step measures a frozen variance again.
-    watch : VarianceWatch, optional
-        Compares a frozen variance with the gradients.
+    ``floor`` is the smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean.
+    ``schedule`` says which steps measure a frozen variance again.
     """
 
     rule: FreezeRule | None

@@ -33,12 +33,7 @@ _AVERAGES_OF_SQUARES = frozenset(
 
 
 class BeforeSteps(ABC):
-    """Base of the checks; torch calls each before every step of any optimizer, as long as the check exists.
-
-    Parameters
-    ----------
-    params : iterable of torch.Tensor
-    """
+    """Base of the checks; torch calls each before every step of any optimizer, as long as the check exists."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         self.params = tuple(params)

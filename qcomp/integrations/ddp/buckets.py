@@ -48,28 +48,11 @@ class BucketedStep:
     optimizer cuts every tensor into chunks separately. With ``clip_norm`` the exchange starts when the last gradient
     has arrived, since the norm needs all of them.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    model : torch.nn.parallel.DistributedDataParallel
-    comm : Verbs, optional
-        By default a `TorchCommunicator` of the model's process group.
-    deliver : callable
-        Called with each bucket once its parts have been averaged or have failed, before DistributedDataParallel reads
-        its buffer. Runs in the exchange thread.
-    finish : callable
-        Called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``. Its exceptions
-        propagate from the backward pass.
-    leaves_out_unused : bool
-        Whether a parameter that no rank used keeps its residuals. If so, its gradient must not be delivered.
-
-    Attributes
-    ----------
-    optimizer : Optimizer
-    comm : Verbs
-    params : AveragedParameters
-    state : OptimizerState
-        After the last step.
+    By default, ``comm`` is a `TorchCommunicator` of the model's process group. ``deliver`` is called in the exchange
+    thread with each bucket once its parts have been averaged or have failed, before DistributedDataParallel reads its
+    buffer. ``finish`` is called with each backward pass at its end, after DistributedDataParallel has set ``p.grad``;
+    its exceptions propagate from the backward pass. With ``leaves_out_unused`` a parameter that no rank used keeps its
+    residuals, and its gradient must not be delivered.
     """
 
     def __init__(

@@ -349,12 +349,8 @@ class OverlappedOptimizer(SavesState, Joinable):
     def _gradients_to_use(self, running: BackwardPass) -> dict[int, Any]:
         """Return the gradients to use instead of the means, because they may have been changed.
 
-        Raises
-        ------
-        RuntimeError
-            If the change would have no effect, because momenta were averaged, or if a gradient is gone.
-        NonFiniteError
-            If a gradient was changed to a non-finite value.
+        Raises RuntimeError if the change would have no effect, because momenta were averaged, or if a gradient is gone;
+        NonFiniteError if a gradient was changed to a value that is not finite.
         """
         if self._record is None:
             return {}  # gradients come only from other ranks' inputs, and this rank cannot have changed them

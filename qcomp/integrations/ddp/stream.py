@@ -12,12 +12,7 @@ _cuda: Any = torch.cuda  # its type hints are incomplete
 
 
 class SideStream:
-    """A stream of a device that follows the work queued on another stream; does nothing on a CPU.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    """A stream of a device that follows the work queued on another stream; does nothing on a CPU."""
 
     def __init__(self, device: Any) -> None:
         self._device = device

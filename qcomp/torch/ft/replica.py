@@ -22,14 +22,7 @@ __all__ = ["QuorumMember"]
 
 
 class QuorumMember(ABC):
-    """Requests quorums, and connects to the replicas of each new quorum.
-
-    Parameters
-    ----------
-    manager : torchft.Manager
-    group : ProcessGroup
-        The manager's process group.
-    """
+    """Requests quorums, and connects to the replicas of each new quorum."""
 
     def __init__(self, manager: Any, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):

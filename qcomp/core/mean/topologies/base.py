@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from types import NoneType
+from typing import Any, ClassVar, NamedTuple
 
 from qcomp.core.kernels import Blend
 from qcomp.core.mean.chunks import Chunks
@@ -63,8 +64,8 @@ class Call(NamedTuple):
             places = list(self.values)
         else:
             places = empty_likes(self.values)
-        found = [place for place in places if place is not None]
-        return found if len(found) == len(places) else None
+        found: Any = places
+        return None if NoneType in map(type, found) else found
 
 
 class Averaged(NamedTuple):

@@ -39,14 +39,6 @@ class Lanes:
     server of the lane's chunk that has the number of its node. With nodes of one rank there is one lane, with the same
     chunks as two phases.
 
-    Parameters
-    ----------
-    nodes : Nodes
-    sizes, bucket_sizes : tuple of int
-        The elements and the bucket size of each tensor.
-    cut : callable
-        Cuts tensors into chunks.
-
     Examples
     --------
     >>> lanes = Lanes(Nodes((0, 0, 1, 1)), (40, 8), (8, 8))

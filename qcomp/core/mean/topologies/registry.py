@@ -13,7 +13,7 @@ from qcomp.core.mean.topologies.two_phase import TwoPhase
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["AUTO", "names", "register", "require_name", "topology"]
+__all__ = ["AUTO", "names", "register", "require_divisor", "require_name", "topology"]
 
 AUTO = "auto"
 """The name that stands for the fastest topology, which `qcomp.CompressedMean.init` chooses."""
@@ -95,6 +95,17 @@ def _load(name: str) -> Topology:
 def _offered() -> "dict[str, EntryPoint]":
     """Return the topologies of installed packages, by name."""
     return offered("topology", {name: type(known) for name, known in _registered.items()})
+
+
+def require_divisor(divisor: str, topology: str) -> None:
+    """Raise ValueError unless a divisor is known, and fits the topology."""
+    if divisor not in ("ranks", "senders"):
+        raise ValueError(f"divisor is {divisor!r}; expected 'ranks' or 'senders'")
+    if divisor == "senders" and topology != "all_gather":
+        raise ValueError(
+            f"divisor is 'senders' with topology={topology!r}; expected topology='all_gather', in which every rank "
+            "sees what each rank has sent"
+        )
 
 
 def require_name(name: str) -> None:

@@ -100,16 +100,7 @@ class TwoPhase(Topology):
     ) -> Compressed:
         """Average the messages for this rank's chunk, and compress the average for all.
 
-        Parameters
-        ----------
-        codec : Codec
-        call : Call
-        arrived : sequence of arrays
-            The message of each rank for this rank's chunk.
-        verdicts : Verdicts
-            Collects the verdicts of these messages.
-        error : NonFiniteError or None
-            The error that kept this rank from compressing its own values.
+        ``error`` is what kept this rank from compressing its own values.
         """
         frames = (call.layout.own,) * call.layout.world
         opened = codec.open(arrived, frames, verdicts, error)
