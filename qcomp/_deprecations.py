@@ -49,7 +49,7 @@ def former(module: str, name: str) -> Any:
 
 
 class FormerAttribute:
-    """An old attribute, such as ``"qcomp.OuterLoop.groups"``, whose value its objects now keep elsewhere."""
+    """An old attribute, such as ``"qcomp.OuterLoop.groups"``, whose value objects now keep under another name."""
 
     def __init__(self, old: str) -> None:
         self.old = old

@@ -38,7 +38,7 @@ def version_and_sources() -> str:
 
 
 def digest_of(folder: Traversable) -> str:
-    """Return a digest of the Python sources in a folder; empty without any."""
+    """Return a digest of the Python sources in a folder, or an empty text if there are none."""
     sources = sorted(_sources(folder, ""))
     if not sources:
         return ""

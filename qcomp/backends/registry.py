@@ -37,7 +37,7 @@ BUILT_IN = {
         "qcomp.backends.jax_xla", "jax", frozenset({("jax", "cpu"), ("jax", "cuda"), ("jax", "tpu")})
     ),
 }
-"""This package's kernel sets. Those of other packages, from the entry points ``qcomp.kernels``, are used on request."""
+"""This package's kernel sets. Sets of other packages, found by the entry points ``qcomp.kernels``, serve on request."""
 
 
 CODERS = "qcomp.backends.numba_cpu.coding_set"

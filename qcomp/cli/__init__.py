@@ -1,4 +1,4 @@
-"""The command ``qcomp``."""
+"""The command ``qcomp``, with a module for each subcommand."""
 
 from qcomp.cli.main import main
 

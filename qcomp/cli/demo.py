@@ -1,4 +1,4 @@
-"""``qcomp demo``: trains a small model with four optimizers, on ranks that are threads; it needs only NumPy."""
+"""``qcomp demo``: trains a small model with four optimizers on ranks that are threads. It needs only NumPy."""
 
 import argparse
 import time

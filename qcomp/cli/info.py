@@ -71,10 +71,11 @@ def gather() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``qcomp`` and ``python``: versions. ``cores``. ``setting``: the value of QCOMP_KERNELS, or None. ``arrays``: for
-        each kind of array the ``kernels`` for each dtype, None if such arrays do not exist, and the ``reason``.
-        ``kernels``: for each set its ``name``, whether it is ``available``, and the ``reason``. ``plugins``: for each
-        entry point of an installed package its ``kind``, ``name``, ``source``, and the ``problem`` or None.
+        ``qcomp`` and ``python``: versions. ``cores``: their number. ``setting``: the value of QCOMP_KERNELS, or None.
+        ``arrays``: for each kind of array the ``kernels`` for each dtype, None if such arrays do not exist, and the
+        ``reason``. ``kernels``: for each set its ``name``, whether it is ``available``, and the ``reason``.
+        ``plugins``: for each entry point of an installed package its ``kind``, ``name``, ``source``, and the
+        ``problem`` or None.
 
     Examples
     --------

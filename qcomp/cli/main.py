@@ -60,8 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand with arguments, by default the process's, and return its exit status.
 
-    It is 0 if all is well, 1 if a problem was found, 130 if interrupted, 141 if the reader of the output has left.
-    Wrong usage raises SystemExit with status 2, as argparse does.
+    The status is 0 if all is well, 1 if a problem was found, 130 if interrupted, 141 if the reader of the output has
+    left. Wrong usage raises SystemExit with status 2, as argparse does.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it

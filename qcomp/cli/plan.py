@@ -258,7 +258,7 @@ def _naming(
     name: str | None = None,
     errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> Iterator[None]:
-    """Make errors name the option at fault: the given one, or the one whose setting begins the error's text."""
+    """Make errors name the option at fault: the given one, or that of the setting that begins the error's text."""
     try:
         yield
     except errors as error:
@@ -299,7 +299,7 @@ def _cluster(options: argparse.Namespace, measured: Cluster | None) -> Cluster:
 
 
 def _require_inside(ranks: int, measured: Measured) -> None:
-    """Raise UsageError if there are more ranks than on the one node whose link was measured."""
+    """Raise UsageError if there are more ranks than were measured, all on one node: no link between nodes is known."""
     on_node = 0 if measured.cluster is None else measured.cluster.ranks
     if ranks > on_node:
         raise UsageError(
@@ -309,7 +309,7 @@ def _require_inside(ranks: int, measured: Measured) -> None:
 
 
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
-    """Return the plain methods and those of the requested compressors; None for all methods that the machine knows."""
+    """Return the plain methods and those of the requested compressors; None, for all methods, if none is requested."""
     if options.compressor is None:
         return None
     for chosen in options.compressor:

@@ -35,6 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compressors_of(options: argparse.Namespace, more: tuple[str, ...] = ()) -> list[Compressor]:
-    """Return the requested compressors; by default one of each kind, and the compressors with the specs ``more``."""
+    """Return the requested compressors; by default the usual ones, and the compressors with the specs ``more``."""
     chosen: list[Compressor] | None = options.compressor
     return chosen or [compressor(spec) for spec in (*_USUAL, *more)]

@@ -145,7 +145,7 @@ class AuthenticatedCommunicator(Verbs):
         return AllToAll(tuple(sealed(peer) for peer in range(self.size)), with_tags, owner=owner)
 
     def _started(self, verb: str, pending: Pending, send: Sequence[Array]) -> _Sealed:
-        """Return the exchange just started; only a successful start uses up a number."""
+        """Return the exchange just started, with the next number. A start that fails uses up no number."""
         number = self._number
         self._number += 1
         return _Sealed(self, verb, number, pending, send)

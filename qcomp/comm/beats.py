@@ -1,4 +1,4 @@
-"""Signs of life of ranks that exchange files: each writes a file again and again, and reads those of others."""
+"""Signs of life of ranks that exchange files: each writes a file again and again, and reads the files of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BEATS = 4
 
 
 class Beats:
-    """The signs of life of one rank, which a thread writes, and what this rank has read of the others'.
+    """The signs of life that a thread of this rank writes, and those that this rank has read from others.
 
     Clocks are not compared: a rank is silent if its file has stayed the same in several looks. While a store stalls,
     fewer looks are made, so a stall makes no rank count as dead.

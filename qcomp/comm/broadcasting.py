@@ -1,4 +1,4 @@
-"""Copies parameters to all ranks before training."""
+"""`broadcast`: copies parameters from one rank to all ranks before training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +58,7 @@ def broadcast(x: Array | Sequence[Array], comm: Transport, *, root: int = 0) -> 
     array_namespace(*tensors)  # raises unless all are arrays of one library
     dtypes = [dtype_name(t.dtype) for t in tensors]
     for name in set(dtypes):
-        itemsize(name)  # raises for those that have no portable bytes
+        itemsize(name)  # raises for dtypes without portable bytes
     facts = {"root": root, "shapes": [list(t.shape) for t in tensors], "dtypes": dtypes}
     handshake(comm, facts, like=tensors[0])
     copies = drive(broadcast_stages(tensors, root=root, rank=comm.rank, size=comm.size), comm)

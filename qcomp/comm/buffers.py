@@ -48,8 +48,8 @@ def to_host(x: Any, *, name: str = "x") -> HostBuffer:
     Returns
     -------
     numpy.ndarray, shape (n,), dtype uint8
-        C-contiguous. If `x` is contiguous in host memory, it shares memory with `x` and may be read-only; otherwise it
-        is a copy.
+        C-contiguous. If `x` is contiguous in host memory, the result shares its memory and may be read-only; otherwise
+        the result is a copy.
 
     Raises
     ------

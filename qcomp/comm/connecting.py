@@ -69,7 +69,7 @@ def connect(rank: int, size: int, share: Share, *, note: str) -> Connected:
 
 
 class _Door:
-    """The place where ranks with higher numbers connect to this one; it also keeps the connections to lower ranks."""
+    """Accepts the connections of ranks with higher numbers, and also keeps those to ranks with lower numbers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.token = secrets.token_bytes(_TOKEN_BYTES)
@@ -105,7 +105,7 @@ class _Door:
             while self._expected:
                 with suppress(OSError):  # for instance if nobody has connected for a moment
                     connection, _ = self._listener.accept()
-                    # A thread for each, so that a stranger who says little or nothing delays no rank.
+                    # Each connection has a thread, so that a stranger who says little or nothing delays no rank.
                     threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:

@@ -55,7 +55,7 @@ def stage(x: Any, *, name: str) -> Any:
 
 
 def empty(size: int, *, like: Any, staged: Any) -> Any:
-    """Return a receive buffer for MPI in the same kind of memory as ``staged``; the result will be like ``like``."""
+    """Return a receive buffer for MPI in ``staged``'s memory, from which data will go to the library of ``like``."""
     if array_api_compat.is_torch_array(staged):
         return staged.new_empty((size,))
     if array_api_compat.is_cupy_array(staged):

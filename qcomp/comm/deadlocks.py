@@ -23,7 +23,7 @@ from qcomp.core.mean.stages import Owner, other_owners, told
 
 _TELL_SECONDS = 1.0
 _LONGEST_OWNER = 300
-"""Of an owner, in a message of at most a thousand bytes."""
+"""The most characters of an owner in a message, which has at most a thousand bytes."""
 
 _stations: weakref.WeakSet[Station] = weakref.WeakSet()
 _changing = threading.Lock()
@@ -66,7 +66,7 @@ class Station:
             _stations.add(self)
 
     def close(self) -> None:
-        """Take no further part."""
+        """Stop taking part in the search for deadlocks."""
         self._name = ""
 
     def begin(self) -> int:
@@ -92,7 +92,7 @@ class Station:
         return _TELL_SECONDS / 2 if self._name and len(_stations) > 1 else math.inf
 
     def tell(self) -> list[str]:
-        """Return what to tell the others about threads that have waited for long, and judge what they have told."""
+        """Return what to tell the other ranks about threads that have waited for long."""
         texts = []
         with _changing:
             for exchange, wait in list(self._waits.items()):
@@ -119,7 +119,7 @@ class Station:
                 self._refuse(exchange, other_owners(texts, wait.owner, how))
 
     def _crossed(self, exchange: int, wait: _Wait) -> dict[int, str]:
-        """Return the ranks, and their owners, that wait for this thread elsewhere while it waits for them here."""
+        """Return the ranks that wait for this thread elsewhere while it waits for them here, each with its owner."""
         with _changing:
             return {
                 peer: heard.owner

@@ -255,7 +255,7 @@ class FolderCommunicator(Verbs):
             )
 
     def _looks(self, verb: str, missing: Collection[int]) -> Iterator[int]:
-        """Yield the numbers of looks, with growing pauses between them; raise CommunicatorError after the timeout."""
+        """Yield the number of each look for files, with growing pauses; raise CommunicatorError after the timeout."""
         start, pause = time.monotonic(), _SHORTEST_PAUSE
         look = 0
         while True:

@@ -1,4 +1,4 @@
-"""Selects the communicator of this process by its launcher."""
+"""`world`: selects the communicator of this process by the launcher that started it."""
 
 from __future__ import annotations
 

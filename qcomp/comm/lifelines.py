@@ -30,7 +30,7 @@ from qcomp.core.mean.stages import Owner
 from qcomp.core.reporting import name_ranks, warn_caller
 
 _MESSAGE = struct.Struct("<cQH")
-"""Kind, the first exchange that the sender will not complete, bytes of the reason that follows."""
+"""Kind of message, first exchange that the sender will not complete, bytes of the reason that follows."""
 _BEAT, _FINISHED, _FAILED, _WAITING = b".", b"f", b"x", b"w"
 _LONGEST_REASON = 1000
 _BEATS = 4
@@ -165,7 +165,7 @@ class Lifelines:
             warn_caller(text, RuntimeWarning)
 
     def silent(self) -> str:
-        """Return an addition to an error that names the ranks that are silent; empty without any."""
+        """Return a text for an error that names the silent ranks; empty if no rank is silent."""
         silences = sorted(self._silent.items())
         now = time.monotonic()
         return "".join(f"; nothing was heard of rank {peer} for {now - x:.0f} s" for peer, x in silences)
@@ -331,7 +331,7 @@ class Lifelines:
             self.changed.notify_all()
 
     def after_fork(self) -> None:
-        """Close this child's copies of the connections, so that they end with the parent."""
+        """Close this child's copies of the connections, so that the connections end with the parent."""
         self._sending = threading.RLock()  # the parent's thread may have held it
         self._close()
 
@@ -383,8 +383,8 @@ def lifelines(
 ) -> Lifelines:
     """Connect this rank with all others.
 
-    ``share`` gives a text to all ranks; see `qcomp.comm.connecting`. ``look_for`` is called with the ranks with which
-    no connection can be made, and raises if the transport knows that one has ended. Raises CommunicatorError if a rank
+    ``share`` gives a text to all ranks; see `qcomp.comm.connecting`. ``look_for`` is called with the ranks to which no
+    connection can be made, and raises if the transport knows that one has ended. Raises CommunicatorError if a rank
     ends meanwhile. Warns if no connection to a rank can be made: only the transport then notices its death.
     """
     if size == 1:

@@ -71,7 +71,7 @@ class LocalCommunicator(Verbs):
         key : str
             The name of the counter, which begins at 0.
         amount : int
-            0 only reads it.
+            What to add; 0 only reads the counter.
         """
         return self._world.count(key, amount)
 
@@ -174,7 +174,7 @@ class _Call:
 
     @cached_property
     def digest(self) -> int:
-        """The digest of the owner, 0 without one."""
+        """The digest of the owner, or 0 if there is no owner."""
         return 0 if self.owner is None else self.owner.digest
 
 

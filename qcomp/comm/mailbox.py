@@ -1,4 +1,4 @@
-"""A mailbox in a folder or an object store, for ranks that wait for nobody."""
+"""`FolderMailbox`: a folder or object store where ranks of an asynchronous outer loop leave files for each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGEST = 16
 class FolderMailbox:
     """A folder or an object store in which the ranks of a `qcomp.outer.Asynchronous` loop leave files for each other.
 
-    Making a mailbox is not collective, and it does not know the ranks.
+    Making a mailbox is not collective, and a mailbox does not know the ranks.
 
     Parameters
     ----------
@@ -30,10 +30,10 @@ class FolderMailbox:
     Raises
     ------
     ValueError
-        If the store cannot create an object only if none exists, in one request, or fsspec does not offer that. S3,
-        Google Cloud Storage and folders that have hard links can.
+        If the store, or fsspec for it, has no request that creates an object only if none of that name exists. S3,
+        Google Cloud Storage and folders that have hard links have one.
     CommunicatorError
-        From its methods, if the folder cannot be used.
+        From the methods, if the folder cannot be used.
 
     Notes
     -----
@@ -72,7 +72,7 @@ class FolderMailbox:
         Parameters
         ----------
         folder : str
-            Its name.
+            The name of the folder.
         """
         with _Usable(self._place):
             return self._store.names(folder)

@@ -63,9 +63,9 @@ class MPICommunicator(Verbs):
         else the environment variable QCOMP_TIMEOUT, else 300.
     silence : float, optional
         Seconds without a sign of life after which a rank counts as lost. A Python thread gives four such signs in this
-        time, which must therefore be longer than any other code of a rank holds Python's lock. By default the value
-        that `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
-        only reported.
+        time, so it must be longer than any other code of a rank holds Python's lock. By default the value that
+        `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is only
+        reported.
 
     Attributes
     ----------

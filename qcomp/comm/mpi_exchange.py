@@ -155,7 +155,7 @@ class MPIExchange:
 
     @property
     def is_flowing(self) -> bool:
-        """Whether some peer and this rank have matched, so that bytes are travelling."""
+        """Whether some peer and this rank have both come to the exchange, so that bytes are travelling."""
         return bool(self._receiving) or not self._sending.keys() <= self.awaited
 
     def whats_missing(self) -> str:

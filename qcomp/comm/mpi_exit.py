@@ -1,4 +1,4 @@
-"""The exit of a rank of an MPI job, so that no other rank waits for it forever.
+"""What a rank of an MPI job does when it exits, so that no other rank waits for it forever.
 
 `MPI_Finalize` waits for all ranks, and mpirun does not end the others when one exits by an exception or `sys.exit`:
 without this module such a job hangs.
@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 1e-3
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C: 128 + SIGINT
 
 _process = os.getpid()
-"""The id of the process that is a rank; its forked children are not ranks."""
+"""The id of the process that imported this module. Its forked children are not ranks."""
 _open: list[tuple[MPI.Intracomm, Lifelines]] = []
 _closed: list[MPI.Intracomm] = []
 """Communicators that this rank no longer uses, while others may."""
@@ -120,10 +120,10 @@ def send_all(comm: MPI.Intracomm, text: str, tag: int) -> None:
 
 
 def take_leave_at_exit(owner: object, comm: MPI.Intracomm, lines: Lifelines) -> weakref.finalize[..., object]:
-    """At the end of this process, tell all other ranks of `comm`, and wait for their end.
+    """When this process ends, tell all other ranks of `comm`, and wait for their end.
 
-    The result frees what this rank can free without the others, and is called when the owner, a communicator, goes.
-    Ranks that still use `comm` learn of that call, and of the end of this process.
+    The returned function frees what this rank can free without the others. It runs when ``owner``, a communicator, is
+    freed. Ranks that still use `comm` learn of that, and of the end of this process.
     """
     entry = comm, lines
     if comm.Get_size() > 1:

@@ -1,4 +1,4 @@
-"""Timeouts that no argument sets: the value given to `world`, else the one in the environment, else the default."""
+"""`patience`: the timeouts of a communicator, given as arguments, to `world`, in the environment or by default."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Patience(NamedTuple):
 
 
 def patience(*, timeout: Any = None, silence: Any = None, default: float | None = None) -> Patience:
-    """Return these settings; None becomes the inherited value, else that of the environment, else the default.
+    """Return these settings. None becomes the inherited value, else the environment's, else the default.
 
-    ``default`` is the timeout if nothing else sets one, by default that of `qcomp.comm.world`.
+    ``default`` is the timeout if nothing else sets one, by default 300 seconds.
     """
     waits, silent = _setting("timeout", timeout), _setting("silence", silence)
     if waits is None:

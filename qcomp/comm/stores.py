@@ -19,7 +19,7 @@ class Store(Protocol):
     """A place that holds files."""
 
     longest_pause: float
-    """Seconds between two looks for a file."""
+    """The most seconds between two looks for a file."""
 
     @property
     def creates(self) -> bool:
@@ -82,7 +82,7 @@ class _Folder:
 
     @contextlib.contextmanager
     def _beside(self, name: str, parts: tuple[bytes, ...]) -> Iterator[Path]:
-        """Write a file under another name beside its own, which goes in the end, also if the disk is full."""
+        """Write a file under a temporary name beside its own, which is deleted in the end, also if the disk is full."""
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

@@ -33,7 +33,7 @@ from qcomp.private_names.torch import default_store, timeout_of
 _AT_ONCE = timedelta(milliseconds=1)
 _END_SECONDS = 1.0
 _CREATION = 0
-"""Ranks that fail while they create a communicator complete no exchange, not even the first."""
+"""The number of creation, as an exchange: ranks that fail in it complete no exchange, not even the first."""
 _ABSENT_TAG = 0x71636F6D
 """Nobody sends with this tag over the user's connections."""
 
@@ -72,7 +72,7 @@ class TorchCommunicator(Verbs):
 
     A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there.
 
-    With nccl, `start` returns when all ranks have started the exchange; with gloo at once.
+    With nccl, `start` returns when all ranks have started the exchange; with gloo it returns at once.
 
     Parameters
     ----------
@@ -84,9 +84,9 @@ class TorchCommunicator(Verbs):
         that `qcomp.comm.world` was given, else the environment variable QCOMP_TIMEOUT, else the timeout of `group`.
     silence : float, optional
         Seconds without a sign of life after which a rank counts as lost. A Python thread gives four such signs in this
-        time, which must therefore be longer than any other code of a rank holds Python's lock. By default the value
-        that `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is
-        only reported.
+        time, so the time must be longer than any code of a rank holds Python's lock. By default the value that
+        `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is only
+        reported.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class TorchCommunicator(Verbs):
             raise ValueError(f"group must have the backend gloo or nccl, got {backends}")
         self._group: Any = group
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_device else None
-        # Not new_group, which all ranks of the job must call, not only the ranks of this group.
+        # new_group will not do: all ranks of the job would have to call it, not only the ranks of this group.
         name = f"qcomp/{group.group_name}/{next(_created[group.group_name])}"
         store = dist.PrefixStore(name, default_store())
         rank, size = int(dist.get_rank(group)), int(dist.get_world_size(group))
@@ -173,7 +173,7 @@ class TorchCommunicator(Verbs):
         Parameters
         ----------
         store : torch.distributed.Store
-            One that all ranks reach, used for nothing else: for instance a PrefixStore with a new prefix.
+            A store that all ranks reach and that has no other use, for instance a PrefixStore with a new prefix.
         rank, size : int
             This rank, and the number of ranks.
         timeout, silence : float, optional
@@ -255,7 +255,7 @@ class TorchCommunicator(Verbs):
         key : str
             The name of the counter, which begins at 0.
         amount : int
-            0 only reads it.
+            What to add; 0 only reads the counter.
         """
         self.require_open("count")
         return int(self._counters.add(key, amount))
@@ -322,7 +322,7 @@ class TorchCommunicator(Verbs):
         self._lifelines.report()
 
     def silent(self) -> str:
-        """Return an addition to an error that names the ranks that are silent."""
+        """Return a text for an error that names the silent ranks."""
         return self._lifelines.silent()
 
     def _connected(self, store: Any) -> Any:

@@ -67,7 +67,7 @@ class _Connections(Protocol):
         ...
 
     def silent(self) -> str:
-        """Return an addition to an error that names the ranks that are silent."""
+        """Return a text for an error that names the silent ranks."""
         ...
 
     def closing_on_failure(self, verb: str, exchange: object) -> AbstractContextManager[None]:

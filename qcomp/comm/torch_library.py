@@ -21,7 +21,7 @@ __all__ = ["dist", "is_of_transport", "torch", "transport_errors"]
 
 
 def is_of_transport(error: RuntimeError) -> bool:
-    """Return whether torch.distributed has raised an error.
+    """Return whether torch.distributed has raised this error.
 
     Other errors have the same class. If a data loader's worker dies, torch raises a RuntimeError in a handler of
     signals, which Python calls anywhere in the main thread. So the place decides: torch.distributed raises its errors

@@ -16,7 +16,7 @@ class Pending(Protocol):
     """A started exchange; every rank must wait for it."""
 
     def wait(self) -> list[Array]:
-        """Return what each rank sent here; it returns and raises the same as the verb."""
+        """Return what each rank sent here; the result and the errors are the same as those of the verb."""
         ...
 
 
@@ -85,14 +85,14 @@ class Verbs(ABC):
     def _start(
         self, verb: str, send: Sequence[Array], receive: Sequence[int], owner: Owner | None = None
     ) -> Pending:
-        """Start an exchange; this default completes it."""
+        """Start an exchange. This default also completes it before it returns."""
         return Completed(self._exchange(verb, send, receive, owner))
 
     @property
     def compares_owners(self) -> bool:
-        """Whether `_exchange` and `_start` raise MismatchError on every rank if the owners differ; by default not.
+        """Whether `_exchange` and `_start` raise MismatchError on every rank if owners differ; by default, they do not.
 
-        If not, each message is sent with a digest of the owner, which the receiver compares.
+        If they do not, each message is sent with a digest of the owner, which the receiver compares.
         """
         return False
 

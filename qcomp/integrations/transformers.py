@@ -1,4 +1,4 @@
-"""Compresses what Hugging Face's Trainer sends: callbacks, since it wraps its model only when training begins."""
+"""Callbacks that compress what Hugging Face's Trainer sends, once it has wrapped its model at the start of training."""
 
 import warnings
 from pathlib import Path

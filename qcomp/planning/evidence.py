@@ -34,7 +34,7 @@ class Evidence:
     Parameters
     ----------
     task : str
-        One of `TASKS`.
+        The task of the study, one of `TASKS`.
     method : str
         The name of the method in the study.
     label : str
@@ -49,9 +49,9 @@ class Evidence:
     seeds : int
         The number of runs of the method, and of exact training.
     steps, ranks, parameters : int
-        Of each run.
+        The numbers of steps, ranks and parameters of each run.
     reference : str
-        The optimizer of exact training; if the method works with several optimizers, the one that it used.
+        The optimizer of exact training. If the method works with several optimizers, it also used this one.
     source : str
         Where the study is.
     """
@@ -80,7 +80,7 @@ class Evidence:
 
     @property
     def text(self) -> str:
-        """A sentence without its subject."""
+        """A sentence about the method, without its subject: the ratio or the gap, and how it was measured."""
         seeds = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
         trained = f"{self.task}, {self.parameters / 1e6:.2g}M parameters, {self.ranks} ranks, {seeds}, {self.source}"
         if self.ratio is not None:

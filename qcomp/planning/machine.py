@@ -14,11 +14,11 @@ class Speed:
     Parameters
     ----------
     encode : float
-        To compress with a residual that is updated in place.
+        Time to compress, with a residual that is updated in place.
     decode : float
-        To decompress into a buffer.
+        Time to decompress into a buffer.
     add : float
-        To decompress and add to a sum.
+        Time to decompress and add to a sum.
     """
 
     encode: float
@@ -35,12 +35,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class LowRankSpeed:
-    """Seconds per element of a matrix that PowerSGD averages as two factors, however these are compressed.
+    """The speed of PowerSGD, in seconds per element of a matrix, whatever compresses the two factors.
 
     Parameters
     ----------
     fixed : float
-        Seconds at any rank of the approximation.
+        Seconds that do not depend on the rank of the approximation.
     column : float
         Additional seconds for each column of a factor.
     """
@@ -67,8 +67,8 @@ class Machine:
     copy : float
         Seconds to copy a float32 element.
     speeds : mapping of str to Speed
-        Speeds of compressors by spec string. Another compressor of the same name gets the speed of the one with the
-        closest payload length; uncompressed data is copied.
+        Speeds of compressors by spec string. A compressor that is not among them gets the speed of the one of the same
+        name with the closest payload length. Uncompressed data takes the time of a copy.
     call : float
         Fixed seconds per exchange of a compressed mean: Python, threads, waiting for late ranks. 0 unless measured.
     tensor : float
@@ -163,7 +163,7 @@ CPU = Machine(
         _QSGD.format(127): Speed(1.835e-9, 0.248e-9, 0.233e-9),
         _MINMAX: Speed(1.246e-9, 0.214e-9, 0.223e-9),
         _SPARSE: Speed(3.044e-9, 0.509e-9, 0.4815e-9),
-        # The times of LloydMax over those of QSGD in one run (rates.json), times the figures of QSGD above.
+        # The ratio of LloydMax's times to those of QSGD in one run (rates.json), times QSGD's figures above.
         _LLOYD_MAX.format(1, 128): Speed(4.047e-9, 1.945e-9, 1.974e-9),
         _LLOYD_MAX.format(1, 512): Speed(2.079e-9, 0.9203e-9, 1.003e-9),
         _LLOYD_MAX.format(2, 128): Speed(4.164e-9, 0.9205e-9, 1.017e-9),
@@ -189,7 +189,7 @@ PURE = Machine(
         _QSGD.format(7): Speed(50.26e-9, 8.774e-9, 10.37e-9),
         _QSGD.format(127): Speed(47.52e-9, 8.123e-9, 9.212e-9),
         _MINMAX: Speed(29.06e-9, 2.766e-9, 3.939e-9),
-        # The times of LloydMax over those of QSGD in one run (rates.json), times the figures of QSGD above.
+        # The ratio of LloydMax's times to those of QSGD in one run (rates.json), times QSGD's figures above.
         _LLOYD_MAX.format(1, 128): Speed(44.15e-9, 10.23e-9, 11.89e-9),
         _LLOYD_MAX.format(1, 512): Speed(39.49e-9, 9.651e-9, 11.29e-9),
         _LLOYD_MAX.format(2, 128): Speed(52.37e-9, 10.64e-9, 12.42e-9),
@@ -200,7 +200,7 @@ PURE = Machine(
         _LLOYD_MAX.format(4, 512): Speed(65.14e-9, 14.88e-9, 17.01e-9),
     },
 )
-"""The pure version."""
+"""The machine without kernels, which runs the pure version."""
 
 
 def gpu(memory_bandwidth: float = 600e9) -> Machine:
@@ -216,8 +216,8 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
     An encoder reads vector and residual for the scale, reads both again, and writes the residual: 20 bytes per element.
     A decoder writes 4 bytes; to add, it also reads 4. PowerSGD reads gradient and residual and writes their sum, reads
     the sum for each factor, and at the end reads it once more and writes the mean and the residual: 32 bytes. Products
-    of matrices are assumed to run at 5e12 multiplications a second. The estimate ignores payloads, and launches of some
-    10 microseconds each. It has no speeds for payloads that are coded on the host.
+    of matrices are assumed to run at 5e12 multiplications per second. The estimate ignores payloads, and launches of
+    some 10 microseconds each. It has no speeds for payloads that are coded on the host.
     """
     if not memory_bandwidth > 0:
         raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes a second, above 0")

@@ -27,9 +27,9 @@ class Measured:
     compute : float or None
         Seconds of the caller's own step on the slowest rank, if one was timed.
     spreads : mapping of str to (float, float)
-        The quartiles of the timings, in seconds: latency, transfer, compute.
+        The quartiles, in seconds, of the timings "latency", "transfer" and "compute".
     on_one_node : bool
-        Whether all measured ranks share a node; if so, the link is the one inside the node.
+        Whether all measured ranks share a node. Then the cluster's link is the one inside the node.
     """
 
     cluster: Cluster | None

@@ -90,8 +90,8 @@ class PowerSGDMethod(Method):
 class MuonMethod(Method):
     """Muon, computed by one owner for each matrix, or by every rank. Needs ``Job.shapes`` and ``Machine.product``.
 
-    Unlike other methods, its time includes the computation of the update, by Newton-Schulz iterations. All matrices of
-    the job count as Muon's; all other tensors are averaged exactly.
+    Unlike for other methods, the time includes the computation of the update, by Newton-Schulz iterations. All matrices
+    of the job count as Muon's; all other tensors are averaged exactly.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ class OuterMethod(Method):
     Parameters
     ----------
     loop : OuterLoop
-        The loop; its warm-up and its policies are ignored. Exchanges overlap with ``delay`` steps, as in
+        The loop. Its warm-up and its policies do not count. Exchanges overlap with ``delay`` steps, as in
         `qcomp.outer.Overlapped` and `qcomp.torch.OuterLoop`. Topology ``"auto"`` means the fastest one on this cluster.
     """
 
@@ -267,7 +267,7 @@ class _Owned(NamedTuple):
     work: int
     """The cost of the work on all matrices."""
     largest_work: int
-    """The cost of the work of the owner with the most."""
+    """The cost of the work of the owner that has the most work."""
 
 
 @lru_cache(_KEPT)

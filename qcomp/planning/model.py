@@ -16,7 +16,7 @@ ALLREDUCES = ("ring", "tree")
 """The plain methods of averaging."""
 
 _SLOWEST, _FASTEST = 1.0, 1e18
-"""Range of bandwidths for the search of a break-even, in bytes per second."""
+"""Range of bandwidths in which a break-even is searched, in bytes per second."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _conversion(size: int, job: Job, machine: Machine, method: Method) -> float:
 
 
 def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method) -> float:
-    """Return the bandwidth between nodes, in bytes a second, below which a method is faster than a plain one.
+    """Return the bandwidth between nodes, in bytes per second, below which a method is faster than a plain one.
 
     It is 0.0 if the method is faster on no link, infinity if it is faster on every link or on every link above some
     bandwidth.
@@ -212,7 +212,7 @@ def break_even(job: Job, cluster: Cluster, machine: Machine, method: Method, pla
 def pays_between(
     job: Job, cluster: Cluster, machine: Machine, method: Method, plain: Method
 ) -> tuple[float, float]:
-    """Return the range of bandwidths between nodes, in bytes a second, in which a method is faster than a plain one.
+    """Return the range of bandwidths between nodes, in bytes per second, where a method is faster than a plain one.
 
     A method that sends fewer bytes is faster below some bandwidth, so its range starts at 0.0. A method that sends more
     bytes in fewer messages is faster above some bandwidth, so its range ends at infinity. If the method is faster on
@@ -234,7 +234,7 @@ def pays_between(
 
 
 def _edge(gain: Callable[[float], float], inside: float, outside: float) -> float:
-    """Return the last bandwidth with a gain between one with a gain and one without."""
+    """Return the bandwidth where the gain ends. It lies between ``inside``, with a gain, and ``outside``, without."""
     while (middle := math.sqrt(inside * outside)) not in (inside, outside):
         inside, outside = (middle, outside) if gain(middle) > 0 else (inside, middle)
         if abs(outside - inside) <= inside * 1e-15:

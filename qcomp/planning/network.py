@@ -27,7 +27,7 @@ class Network(NamedTuple):
     spreads: Mapping[str, tuple[float, float]]
     """The quartiles of the latency and of the large exchange's time, in seconds."""
     on_one_node: bool = False
-    """Whether all ranks share a node; if so, the link is the one inside the node, and none between nodes was
+    """Whether all ranks share a node. Then the cluster's link is the one inside the node, and none between nodes was
     measured."""
 
 
@@ -133,7 +133,7 @@ class _Probe:
     def _moving(self, teams: Sequence[Sequence[int]], share: int, waiting: float, factor: float) -> _Spread:
         """Return ``factor`` times (t - ``waiting``), where t is the seconds that an exchange of the shares takes."""
         taken = self._slowest(self._exchanges(teams, share))
-        # However large the measured latency is, the bytes took some of the time.
+        # The bytes took some of the time, however large the measured latency: count at least a hundredth.
         middle, low, high = (factor * max(t - waiting, t / 100) for t in (taken.median, *taken.quartiles))
         return _Spread(middle, (low, high))
 

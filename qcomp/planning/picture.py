@@ -14,7 +14,7 @@ _MOST_CURVES = 8
 _DECADES = 2.0
 """Decades of bandwidth on each side of the given link."""
 _STYLES = ("-", (0, (1, 1, 4, 1)), ":", "-.", "--")
-"""Line styles, for topologies in the order of their names; they repeat if there are more topologies."""
+"""Line styles of topologies, in the order of their names. Styles repeat if there are more topologies than styles."""
 _PLAIN_STYLES = dict(zip(ALLREDUCES, ("-", "--"), strict=True))
 _PLAIN = {"plain": "black", "16-bit": "0.5"}
 """Colours of uncompressed methods."""

@@ -19,7 +19,7 @@ from qcomp.planning.numbers_with_units import show_bandwidth, show_seconds
 
 
 def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured: Measured) -> None:
-    """Warn if an optimizer will be slower than plain training; call it beside `Optimizer.init`. It exchanges nothing.
+    """Warn if an optimizer will be slower than plain training. Call this beside `Optimizer.init`; it exchanges nothing.
 
     Parameters
     ----------

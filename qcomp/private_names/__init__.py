@@ -16,18 +16,18 @@ def require(owner: Any, name: str, purpose: str, *, library: str, versions: str)
     Parameters
     ----------
     owner : module, class or object
-        The object to look in.
+        What should have the attribute.
     name : str
-        Its name.
+        The name of the attribute.
     purpose : str
-        The purpose of the attribute, to follow "to".
+        What qcomp needs the attribute for; the error says it after "to".
     library, versions : str
-        The package, and its versions that are known to have the attribute, as for pip.
+        The package, and the versions of it that are known to have the attribute, as for pip.
 
     Raises
     ------
     ImportError
-        If the installed version lacks it.
+        If the installed version of the library lacks the attribute.
 
     Examples
     --------

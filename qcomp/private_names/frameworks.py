@@ -1,4 +1,4 @@
-"""Undocumented names of training frameworks that qcomp uses."""
+"""`saves_one_rank`: recognises, by undocumented names, training frameworks that save the state of only one rank."""
 
 import inspect
 

@@ -33,7 +33,7 @@ __all__ = [
 _require = partial(require, library="torch", versions=">=2.6,<2.14")
 
 COMPILED = "_orig_mod"
-"""The name that torch.compile gives to the module inside its own; it also occurs in names of parameters."""
+"""The name of the original module inside the module that torch.compile makes. It also occurs in parameters' names."""
 
 
 class ScaledStep:
@@ -48,7 +48,7 @@ def grad_scale(optimizer: Any) -> Any:
 
 
 def found_inf(optimizer: Any) -> Any:
-    """Return a tensor, not 0 if the step's GradScaler has found an infinite gradient; None without a GradScaler."""
+    """Return a tensor that is not 0 if a GradScaler has found an infinite gradient; None without a GradScaler."""
     return getattr(optimizer, "found_inf", None)
 
 

@@ -217,7 +217,7 @@ def another_size_closes_it(comm: Communicator, xp: Namespace) -> None:
 
 
 def other_owners_are_a_mismatch(comm: Communicator, xp: Namespace) -> None:
-    """Ranks that exchange for one owner get their bytes; if owners differ, each rank's MismatchError names its own."""
+    """Ranks that exchange for one owner get their bytes; if owners differ, each rank's error names its own owner."""
     if comm.size == 1:
         return
     one, other = (Owner(kind, 1, (), 0, "the check") for kind in ("OneOptimizer", "OtherOptimizer"))

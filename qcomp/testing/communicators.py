@@ -1,4 +1,4 @@
-"""Checks whether a communicator keeps its promises; all ranks call it together."""
+"""`check_communicator`: checks, on all ranks together, whether a communicator keeps its promises."""
 
 from functools import partial
 

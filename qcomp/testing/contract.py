@@ -1,4 +1,4 @@
-"""The contract of a compressor: runs all laws and reports the broken ones."""
+"""`check_compressor`: runs all laws about a compressor, and reports the broken ones."""
 
 from functools import partial
 from typing import Any
@@ -43,9 +43,9 @@ def check_compressor(
     Raises
     ------
     ContractError
-        If laws are broken; it names the broken laws of the first group that has any. The groups are the laws about
-        announcements, about dependencies of results, about values, and about averages. Each group relies on the earlier
-        ones.
+        If laws are broken. The error names the broken laws of the first group that has any. The groups are the laws
+        about announcements, about dependencies of results, about values, and about averages. Each group relies on the
+        earlier ones.
     TypeError
         If ``compressor`` is not an instance of a compressor.
 

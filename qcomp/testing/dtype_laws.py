@@ -34,7 +34,7 @@ def shapes_and_dtypes(case: Case) -> None:
 
 
 def double_precision(case: Case) -> None:
-    """float64 loses about as much as float32; with feedback, the residual is fl(p - q) in float64."""
+    """float64 loses about as much as float32; with feedback, the residual is what was lost, computed in float64."""
     if not has_dtype(case.xp, "float64"):
         return
     bucket = min(case.compressor.traits.bucket_size, 1 << 13)

@@ -47,7 +47,7 @@ _SECONDS = 300.0
 
 @contextmanager
 def _replaced(place: Any, **others: Any) -> Iterator[None]:
-    """Replace attributes that exist."""
+    """Replace those of the given attributes that exist."""
     before = {name: getattr(place, name) for name in others if hasattr(place, name)}
     for name in before:
         setattr(place, name, others[name])
@@ -200,7 +200,7 @@ ENVIRONMENTS: Mapping[str, Any] = {
     "another name of the host": _host,
     "another date": _date,
 }
-"""Contexts by name; each takes a number, and simulates another environment for each number."""
+"""Contexts by name. Each context takes a number, and simulates another environment for each number."""
 
 
 def modules_of(value: Any) -> list[tuple[str, str | None]]:
@@ -308,7 +308,7 @@ def _run(
 def compress_and_decompress(
     compressor: Any, inputs: Sequence[tuple[Any, Any, bytes]]
 ) -> list[tuple[bytes, bytes]]:
-    """For each vector, key and payload, return the decompressed payload and this process's payload of the vector."""
+    """For each vector, key and payload, return this process's payload of the vector, and the decompressed payload."""
     import numpy as np  # noqa: PLC0415 - this process has changed what numpy may read
 
     from qcomp.core.payload import Payload  # noqa: PLC0415

@@ -15,7 +15,7 @@ from qcomp.testing.means import SPECS, Peers, average, bits, held_by, inputs, re
 from qcomp.testing.one_thread import lockstep
 
 CODED = QSGD(levels=7, bucket_size=32, norm="l2", coding="elias")
-"""With payloads that vary in length."""
+"""A compressor whose payloads vary in length."""
 _SECONDS = 30.0
 """Seconds within which ranks in threads must end; a law takes a fraction of a second."""
 

@@ -1,4 +1,4 @@
-"""Jobs of several ranks in one thread, for the laws of optimizers."""
+"""Simulated jobs for the laws of optimizers: several ranks train in one thread."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -159,7 +159,7 @@ def _steps_of_sums(
 def _fresh_variances(
     kernels: KernelSet | None, tensors: _Tensors, numbers: Sequence[AdamNumbers], *, donate: bool
 ) -> list[bytes]:
-    """Return momenta, fresh variances and growths of several tensors; the means of the momenta are the gradients."""
+    """Return momenta, fresh variances and growths of several tensors, whose gradients serve as means of momenta."""
     _, momenta, variances, means, fresh = tensors.arrays.values()
     kept = "params", "momenta", "variances"
     untouched = tensors.keep(*kept) if donate else tensors.keep(*kept, "fresh")
@@ -187,7 +187,7 @@ _OF_SEVERAL = {
 
 
 def _compare_sums_of_squares(kernels: KernelSet, xp: Namespace) -> None:
-    """Compare sums of squares of any order of magnitude, alone and together."""
+    """Compare sums of squares of any order of magnitude, one vector at a time and several at once."""
     sizes = (
         (0, 1, 2, 3, 1000, 4097, 32_769, 70_001, 300_007)
         if is_mutable(to_library(xp, np.zeros(1, np.float32)))
@@ -425,7 +425,7 @@ def check_low_rank(kernels: KernelSet, xp: Namespace) -> None:
 def _factors(
     kernels: KernelSet | None, xp: Namespace, rows: np.ndarray[Any, Any], layout: str
 ) -> tuple[bytes, bytes]:
-    """Return orthonormal rows of a factor and its successor, then of one with dependent rows, and rows of zeros."""
+    """Return orthonormal rows, and the next factors: for the given rows, for dependent rows, and for rows of zeros."""
     untouched = Untouched()
     bases, successors = [], []
     for number, change in enumerate((rows, np.ones_like(rows) * rows[:1], rows * 0)):

@@ -81,7 +81,7 @@ def _tensors(xp: Namespace, operands: Operands, rank: int) -> _FlatTensors:
 
 
 def _frames(operands: Operands) -> list[Frame]:
-    """Return the frame of each rank's chunk, and between them an empty chunk's frame, as in means of few buckets."""
+    """Return the frames of the ranks' chunks, with an empty chunk's after the first, as in means of few buckets."""
     first, *others = operands.chunks(_RANKS)
     return [operands.frame(chunk) for chunk in (first, (), *others)]
 

@@ -1,4 +1,4 @@
-"""Checks whether a kernel set returns the same bytes as the pure version."""
+"""`check_kernels`: checks whether a kernel set returns the same bytes as the pure version."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -96,7 +96,7 @@ class _Case(NamedTuple):
 
 
 _WEIGHTED = ((0.9, 0.7, 0.37, 1.0), (0.9, 1.0, 1.0, 2.3), (0.5, 0.3, 3.1, 1e-3))
-"""The numbers of blends with other factors."""
+"""The numbers of blends with a factor or a weight other than 1."""
 _WHERE = ("in a new array", "in the buffer of the old one", "in the buffer of x", "in a given buffer")
 """Possible buffers of a new residual."""
 
@@ -124,14 +124,15 @@ def check_kernels(
 ) -> None:
     """Check that a kernel set returns the same bytes as the pure version.
 
-    These must be equal to the last bit: the payload; the residual (in a new buffer, the donated one, the buffer of x,
-    and a given one); the decompressed vector, and its sum with another one; the mean of two and of three payloads,
-    compressed or not; the division of a sum over ranks; the momentum; the steps of Adam, also of several tensors at
-    once and in donated buffers; the messages of chunks of several tensors, and their decompressed contents; and the
-    product of two factors, and a matrix minus this product. Sizes are chosen so that tails and padding matter. Values
-    include zeros, subnormals, ties and huge magnitudes. The dtypes are all those that are computed in float32, and
-    float64 if the set takes it. A vector that the pure version refuses must be refused, and a donated residual must
-    then be unchanged. Two threads must not disturb each other.
+    Results must be equal to the last bit. For one vector these are the payload, the residual (in a new buffer, the
+    donated one, the buffer of x, and a given one), the decompressed vector, and its sum with another one. For several
+    ranks: the mean of two and of three payloads, compressed or not, and the division of a sum. For optimizers: the
+    momentum, and the steps of Adam, also of several tensors at once and in donated buffers. For chunks of several
+    tensors: messages and their decompressed contents. For PowerSGD: the product of two factors, and a matrix minus this
+    product. Sizes are chosen so that tails and padding matter. Values include zeros, subnormals, ties and huge
+    magnitudes. The dtypes are all those that are computed in float32, and float64 if the set takes it. A vector that
+    the pure version refuses must be refused, and a donated residual must then be unchanged. Two threads must not
+    disturb each other.
 
     Parameters
     ----------
@@ -147,7 +148,7 @@ def check_kernels(
     Raises
     ------
     ContractError
-        If bytes differ; it names every compressor or primitive, and the difference.
+        If bytes differ. The error names every compressor or primitive with a difference, and the difference.
 
     Examples
     --------

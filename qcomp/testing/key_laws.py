@@ -99,12 +99,12 @@ def _buckets_tell(case: Case, length: int) -> bool:
     keys = [Key(seed=2000 + number, step=number) for number in range(40)]
     rows = np.asarray([case.decoded(x, key).reshape(count, bucket) for key in keys])
     alike = [np.all(rows[one] == rows[other], axis=1).mean() for one, other in combinations(range(40), 2)]
-    # By chance, none of 780 pairs may agree.
+    # Even if a share of 1/260 of all pairs agrees, none of these 780 may agree, by chance.
     return bool(max(float(np.mean(alike)), 1 / 260) ** count < _NEVER)
 
 
 def _seeds_that_tell(data: Callable[[Key, int], bytes]) -> tuple[int, int]:
-    """Return two numbers of seeds; two of a thousand keys rarely agree by chance with one, never with the other."""
+    """Return two numbers of seeds: with one, two of a thousand keys rarely agree by chance; with the other, never."""
     results = Counter(data(Key(seed=1000 + number, step=number), 0) for number in range(64))
     alike = sum(count * (count - 1) for count in results.values()) / (64 * 63)
     bits = min(-math.log2(alike), 12.0) if 0 < alike < 1 else 12.0 if not alike else 1.0

@@ -45,7 +45,7 @@ class Contract:
         Parameters
         ----------
         only : str, optional
-            The one law to run.
+            The name of the only law to run; by default all are run.
         """
         for name, prepare in self.before.items():
             if only in (None, name):
@@ -68,7 +68,7 @@ class Contract:
                 yield name, found
 
     def require(self, *, only: str | None = None) -> None:
-        """Raise `ContractError` if laws are broken; it names the broken laws of the first group that has any."""
+        """Raise `ContractError` with the names of the broken laws in the first group in which any law is broken."""
         broken = [f"- {name}: {found}" for name, found in self.broken(only=only)]
         if broken:
             raise ContractError(f"{self.subject} breaks {len(broken)} promise(s):\n" + "\n".join(broken))

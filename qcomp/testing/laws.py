@@ -151,7 +151,7 @@ def fields_by_bucket(case: Case) -> None:
 
 
 def padding_never_leaks(case: Case) -> None:
-    """Padding does not matter: a tail is compressed no worse than full buckets of the same kind of values.
+    """Padding does not matter: a last bucket that is not full is compressed no worse than full ones of such values.
 
     This is checked with equal values, and with positive values far from zero, whose errors grow if padding counts as
     elements.
@@ -182,7 +182,7 @@ def _require_padding_without_effect(case: Case) -> None:
 def _require_tail_as_good(
     case: Case, family: str, size: int, before: int, *, full: float, limit: float
 ) -> None:
-    """Check that a tail loses no more than full buckets do.
+    """Check that a tail, the last bucket if it is not full, loses no more than full buckets do.
 
     The last elements may share a code with padding, so with them the tail may lose up to `_BESIDE_PADDING`.
     """
@@ -372,7 +372,7 @@ FORM_LAWS: tuple[Law, ...] = (
     identity_of_configuration,
     round_trip_of_bytes,
 )
-"""Laws about announcements. All other laws rely on them, and run only if they hold."""
+"""Laws about what a compressor announces. All other laws rely on them, and run only if they hold."""
 
 STATE_LAWS: tuple[Law, ...] = (
     independent_of_calls,
@@ -418,4 +418,4 @@ MEAN_LAWS: tuple[Law, ...] = (
 """Laws about averages over draws, and about the worst vectors. They rely on all others, and take longest."""
 
 LAWS: tuple[Law, ...] = (*FORM_LAWS, *STATE_LAWS, *VALUE_LAWS, *MEAN_LAWS)
-"""The laws about a compressor as a whole."""
+"""All laws about a compressor."""

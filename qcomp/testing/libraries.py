@@ -36,7 +36,7 @@ def library_name(xp: Namespace) -> str:
 def dtype_of(xp: Namespace, name: str) -> Any:
     """Return the dtype of this name in the library, or None.
 
-    NumPy's bfloat16 comes from ml_dtypes, if imported.
+    NumPy's bfloat16 comes from ml_dtypes, if that is imported.
     """
     dtype = getattr(xp, name, None)
     if dtype is None and library_name(xp) in ("numpy", "read_only_numpy"):

@@ -155,7 +155,7 @@ def _require_own_memory(case: Case, shape: tuple[int, ...], dtype: str) -> None:
 
 
 def results_into_buffers(case: Case) -> None:
-    """With ``out``, `decompress` fills the buffer and returns it; `add` adds. Values and other memory do not change."""
+    """With ``out``, `decompress` puts its result into the buffer; `add` adds to the total. Nothing else changes."""
     if case.jit:
         return
     for dtype in _dtypes(case):

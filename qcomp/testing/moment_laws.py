@@ -212,7 +212,7 @@ def _directions(v: Vector, unit: int) -> Vector:
 def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Vector, Vector]:
     """Return the deviation of the mean in each direction, in standard errors and as a fraction of v.
 
-    ``unseen`` is the largest error of an element that may be too rare to be sampled, relative to the largest magnitude.
+    ``unseen`` is the largest error, relative to the largest magnitude, in draws of an element too rare to be sampled.
     """
     x, unit = situation.x, situation.unit
     exact = flushed(x).astype(np.float64)
@@ -348,7 +348,7 @@ def _draws_decide_about_their_element(case: Case) -> bool:
 
 
 def _is_asked_twice(asked: list[tuple[Key, Block]], size: int) -> bool:
-    """Return whether elements have several draws, under other keys or blocks, which must not all be equal.
+    """Return whether elements get more than one draw each, under different keys or blocks.
 
     `qcomp.core.numeric.random.draws16_again` takes no key, so it asks with the default key.
     """

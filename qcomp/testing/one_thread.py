@@ -11,7 +11,7 @@ def lockstep(
     *,
     catch: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> list[Any]:
-    """Run one computation in stages per rank to its end, without threads and without a communicator.
+    """Run a computation in stages for each rank to its end, without threads and without a communicator.
 
     Parameters
     ----------

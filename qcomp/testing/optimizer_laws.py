@@ -186,7 +186,7 @@ def saved_after_any_step(case: OptimizerCase) -> None:
 
 
 def goes_on_in_another_process(case: OptimizerCase) -> None:
-    """A job that is saved goes on alike in a fresh process with another hash seed, date, host and environment."""
+    """A saved job goes on with the same results in a new process with another hash seed, date, host and environment."""
     on_numpy = OptimizerCase(case.optimizer, np)
     for saved in (case.whole_run[0], case.whole_run[STEPS // 2]):
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]

@@ -1,4 +1,4 @@
-"""Checks whether an optimizer keeps its promises."""
+"""`check_optimizer`: checks whether an optimizer keeps its promises."""
 
 import warnings
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     Raises
     ------
     ContractError
-        If laws are broken; it names the broken laws of the first group that has any.
+        If laws are broken. The error names the broken laws of the first group that has any.
     TypeError
         If ``optimizer`` is not an instance of an optimizer.
 

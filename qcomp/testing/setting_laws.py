@@ -111,7 +111,10 @@ def groups_select_by_name(case: OptimizerCase) -> None:
 
 
 def weight_decay_shrinks(case: OptimizerCase) -> None:
-    """Weight decay makes positive parameters smaller; not checked for one element, whose sign is all that LAMB sees."""
+    """Weight decay makes positive parameters smaller.
+
+    Tensors of one element are not checked, since LAMB uses only the sign of their update.
+    """
     case = _steady(case)
     plain, decayed = case.having(weight_decay=0.0), case.having(weight_decay=0.5)
     if plain is None or decayed is None:

@@ -30,7 +30,7 @@ _SIZE_OF_INTERRUPTED = 5000
 _HELD = 70
 """The number of payloads kept at the same time, more than a small ring of buffers holds."""
 _VISITS = 2
-"""Interruptions of each line."""
+"""The most interruptions of each line."""
 _MOST_INTERRUPTIONS = 400
 """The most interruptions of one call, which bounds the time for a package with many lines."""
 
@@ -187,7 +187,7 @@ def independent_of_threads(case: Case) -> None:
 
 
 class FilesOfAuthor:
-    """The files of an author's code: those of a class, its bases and its package, and all outside of libraries."""
+    """The files of an author's code: those of a class, its bases and its package, and all that are in no library."""
 
     def __init__(self, cls: type) -> None:
         self._bases = {getattr(sys.modules[base.__module__], "__file__", None) for base in cls.__mro__}

@@ -1,4 +1,4 @@
-"""Checks whether a topology keeps its promises."""
+"""`check_topology`: checks whether a topology keeps its promises."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = F
     Raises
     ------
     ContractError
-        If laws are broken; it names the broken laws of the first group that has any, and the world.
+        If laws are broken. The error names the broken laws of the first group that has any, and the world.
     TypeError
         If ``topology`` is not an instance of a topology.
 
@@ -71,7 +71,7 @@ def topology_contract(topology: Topology, xp: Namespace = np, *, thorough: bool 
 
 
 def worlds_of(topology: Topology, *, thorough: bool) -> list[Peers]:
-    """Return worlds of one to five ranks, and for a topology that uses nodes, one of `NODES`, or all if thorough."""
+    """Return worlds of one to five ranks; if the topology uses nodes, also one of `NODES`, or all if thorough."""
     shared = tuple(NODES.values()) if thorough else (NODES["3 and 2"],)
     separate = [Peers(topology.name, tuple(range(n))) for n in range(1, 6)]
     return separate + [Peers(topology.name, nodes) for nodes in shared if topology.wants_nodes]

@@ -1,4 +1,4 @@
-"""The laws of topologies, each a function that raises AssertionError if a `Peers` breaks it."""
+"""The laws of topologies, each a function that raises AssertionError if a topology breaks it in a world of ranks."""
 
 import math
 from collections import Counter
@@ -89,7 +89,7 @@ def fewer_buckets_than_ranks(world: Peers) -> None:
 
 
 def own_precision(world: Peers) -> None:
-    """Each tensor keeps its dtype. Arithmetic and residuals are in float32, or in float64 for float64."""
+    """Each tensor keeps its dtype. Arithmetic and residuals are in float64 for float64 tensors, else in float32."""
     for dtype in ("float16", "float32", "float64"):
         mean = world.mean("minmax:bucket_size=16")
         x = [values[0] for values in world.values(0, dtype=dtype, shapes=[(37,)])]
@@ -116,7 +116,7 @@ def own_precision(world: Peers) -> None:
 
 
 def residuals_as_laid_out(world: Peers) -> None:
-    """The first residuals are zeros, shaped as the layout says; no element has two servers."""
+    """First residuals are zeros, in the layout's shapes. Every element has one server residual, or none has any."""
     mean = world.mean()
     served = [np.zeros(math.prod(shape), int) for shape in SHAPES]
     for state in world.start(mean, inputs(0, 0)):
@@ -205,7 +205,7 @@ def overwriting_changes_nothing(world: Peers) -> None:
             over = [state for _, state in results]
             same = {bits(means) for means, _ in results} == {bits(expected)} and _held(over) == _held(plain)
             assert same, f"with overwrite, {spec} gives another result"
-            if spec == "identity" or world.is_exact:  # these join several tensors into one vector
+            if spec == "identity" or world.is_exact:  # an exact mean joins several tensors into one vector
                 continue
             for own, (means, _) in zip(values, results, strict=True):
                 taken = all(np.shares_memory(m, x) for m, x in zip(means, own, strict=True) if x.size)
@@ -357,7 +357,7 @@ def costs_make_sense(world: Peers) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)  # each rank has its own, and equal ones must not share layouts
+@dataclass(frozen=True, eq=False)  # each rank counts by itself; if these were equal, they would share layouts
 class _Counting(ScaledSign):
     """Counts the elements that it compresses and decompresses."""
 

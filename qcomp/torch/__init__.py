@@ -2,7 +2,7 @@
 
     optimizer = qcomp.torch.OneBitAdam(model.parameters(), lr=1e-3)
 
-They average over the ranks themselves, which torchrun or mpirun starts. Do not wrap the model in
+They themselves average over the ranks that torchrun or mpirun starts. Do not wrap the model in
 DistributedDataParallel, which would average the gradients too, unless you pass the wrapped model as ``model=``.
 """
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import modules on first use that are slow to import, or need a newer torch or torchft."""
+    """Import on first use the modules that are slow to import, or need a newer torch, or torchft."""
     if name in ("fsdp", "ft"):
         return importlib.import_module(f"qcomp.torch.{name}")
     if name == "LoadPlanner":

@@ -1,4 +1,4 @@
-"""The base of the optimizers whose warm-up is torch.optim.AdamW: it loads AdamW's state, and returns one for AdamW."""
+"""The base of the optimizers whose warm-up makes AdamW's steps: they load AdamW's state, and return one for AdamW."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BeginsAsAdamW(AveragingOptimizer):
         _require_groups(groups, self.param_groups, core)
         entries: dict[str, Mapping[str, Any]] = {}
         for number, name in zip(chain.from_iterable(group["params"] for group in groups), names, strict=True):
-            # torch.distributed.checkpoint keys entries that it has read by their number as text.
+            # In what torch.distributed.checkpoint has read, the key of an entry is its number as text.
             entry = saved["state"].get(str(number), saved["state"].get(number))
             if name is not None and entry is not None:
                 entries[name] = entry
@@ -114,7 +114,7 @@ class BeginsAsAdamW(AveragingOptimizer):
         return [OfRank(flat, {}, self._overlapped is not None)], kept
 
     def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:  # noqa: ARG002
-        """Return the state with which this optimizer goes on, from a first state with AdamW's moments."""
+        """Return the state from which this optimizer goes on, given a first state with AdamW's moments."""
         return state
 
 
@@ -139,7 +139,7 @@ def _is_decoupled(core: Any) -> bool:
 def _require_groups(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], core: Optimizer
 ) -> None:
-    """Raise ValueError unless AdamW's groups match these in their parameters, and have settings that exist here."""
+    """Raise ValueError unless AdamW's groups match these in their parameters, and have settings supported here."""
     counts = [[len(group["params"]) for group in of] for of in (saved, groups)]
     if counts[0] != counts[1]:
         raise ValueError(f"AdamW has groups of {counts[0]} parameters; this optimizer has {counts[1]}")
@@ -184,7 +184,7 @@ def _with_steps(first: OptimizerState, entries: Mapping[str, Mapping[str, Any]])
 def _moments(
     kind: str, entries: Mapping[str, Mapping[str, Any]], names: Sequence[str], zeros: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Return one moment of each parameter in the dtype in which the core keeps it; zeros where AdamW has none."""
+    """Return one kind of moment for each parameter, in the core's dtype; zeros for a parameter without one in AdamW."""
     found = []
     for name, zero in zip(names, zeros, strict=True):
         if name not in entries:

@@ -1,4 +1,4 @@
-"""The optimizers of the core as optimizers of torch."""
+"""The optimizers of the core as optimizers of torch: CompressedSGD, OneBitAdam, OneBitLamb, QAdam and ZeroOneAdam."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class CompressedSGD(AveragingOptimizer):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
-        model in a backward pass needs its own communicator, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
         it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
@@ -121,12 +121,12 @@ class OneBitAdam(BeginsAsAdamW):
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
     variance_floor : float, default 0.03
-        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean variance, from
+        0 to 1. Elements that never had a gradient keep a variance of zero, and do not move. With 0 there is no floor,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : callable, optional
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
+        again; for instance ``DoublingIntervals(4)``. None, the default, leaves the variance frozen, as published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -149,8 +149,8 @@ class OneBitAdam(BeginsAsAdamW):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
-        model in a backward pass needs its own communicator, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
         it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
@@ -222,8 +222,8 @@ class OneBitLamb(AveragingOptimizer):
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
     variance_floor : float, default 0.03
-        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean variance, from
+        0 to 1. Elements that never had a gradient keep a variance of zero, and do not move. With 0 there is no floor,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
@@ -235,7 +235,7 @@ class OneBitLamb(AveragingOptimizer):
     trust_decay : float, default 0.9
         Decay rate of the average of the trust ratios in the warm-up, from 0 to below 1.
     factor_bounds : tuple of two floats, default (0.5, 4.0)
-        Smallest and largest factor of that average in the compressed stage, the first above 0.
+        Smallest and largest factor by which compressed steps multiply that average, the first above 0.
     factor_change : float, default 0.1
         Largest relative change of a factor per step, from 0 to below 1.
     compressor : Compressor, default ScaledSign(scale="rms")
@@ -255,8 +255,8 @@ class OneBitLamb(AveragingOptimizer):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
-        model in a backward pass needs its own communicator, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
         it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
@@ -329,12 +329,12 @@ class QAdam(BeginsAsAdamW):
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `qcomp.VarianceStable`.
     variance_floor : float, default 0.03
-        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean, from 0 to 1;
-        elements that never had a gradient keep a variance of zero, and do not move. 0 divides by the variance as it is,
+        Smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean variance, from
+        0 to 1. Elements that never had a gradient keep a variance of zero, and do not move. With 0 there is no floor,
         as published; then units that are almost never active, such as dead ReLUs, can ruin a training run.
     variance_steps : callable or None, default DoublingIntervals(4)
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again. None leaves it frozen, as published.
+        again. None leaves the variance frozen, as published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not.
     decoupled_weight_decay : bool, default True
@@ -357,8 +357,8 @@ class QAdam(BeginsAsAdamW):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
-        model in a backward pass needs its own communicator, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
         it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
@@ -436,7 +436,7 @@ class ZeroOneAdam(BeginsAsAdamW):
         Returns whether a step synchronises the ranks with compression.
     variance_floor : float, default 1e-3
         From the first compressed step on, the variance of an element of a compressed tensor is at least this fraction
-        of the tensor's mean, from 0 to 1. 0 is the algorithm as published.
+        of the tensor's mean variance, from 0 to 1. 0 is the algorithm as published.
     compressor : Compressor, default ScaledSign(scale="rms")
         Compresses what the ranks exchange. Each group may have its own, fixed from the first step on.
     exact : callable, bool or None, default ExactBelow(10_000)
@@ -454,8 +454,8 @@ class ZeroOneAdam(BeginsAsAdamW):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
-        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, each
-        model in a backward pass needs its own communicator, as by default.
+        By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
+        in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
         it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta

@@ -1,4 +1,4 @@
-"""The asynchronous outer loop around any optimizers of torch."""
+"""`AsynchronousOuterLoop`: the asynchronous outer loop around any optimizers of torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["AsynchronousOuterLoop"]
 class AsynchronousOuterLoop:
     """Lets the steps of torch's optimizers be the inner steps of a `qcomp.outer.Asynchronous` loop.
 
-    After each step of the last optimizer it counts an inner step, leaves what is due in the mailbox, and moves the
-    model with the rounds that have closed. It waits for no other rank, and a rank may join at any time.
+    After each step of the last optimizer it counts an inner step, leaves a contribution in the mailbox if one is due,
+    and applies closed rounds to the model. It waits for no other rank, and a rank may join at any time.
 
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained, whole on this rank, as for `OuterLoop`. Its parameters become those that the ranks share.
-        Buffers stay on their ranks.
+        What is trained, as for `OuterLoop`, but whole on this rank. Its parameters become those that the ranks share.
+        Buffers are not exchanged.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, as for `OuterLoop`. Their states stay on their ranks.
     loop : qcomp.outer.Asynchronous
@@ -40,17 +40,17 @@ class AsynchronousOuterLoop:
     Attributes
     ----------
     weight : float or None
-        How much the next inner step counts, such as its tokens; see `qcomp.outer.Asynchronous.step`.
+        Weight of the next inner step, such as its number of tokens; see `qcomp.outer.Asynchronous.step`.
 
     Raises
     ------
     ValueError
         As for `OuterLoop`; or if the model is wrapped in DistributedDataParallel or sharded, or an optimizer of qcomp
-        averages over several ranks: these would see different rounds in the same step.
+        averages over several ranks: such ranks would apply different rounds in the same step.
     MismatchError
         If the job of the mailbox has other settings or parameters.
     CommunicatorError
-        From a step, as from `qcomp.outer.Asynchronous.step`.
+        From an optimizer's step, as from `qcomp.outer.Asynchronous.step`.
 
     Examples
     --------
@@ -100,14 +100,14 @@ class AsynchronousOuterLoop:
         LOOPED.update(self._trained.optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled: two ranks would share one number."""
+        """Refuse to be copied or pickled: the copy would take part in the job under the same rank."""
         raise TypeError(
             "an AsynchronousOuterLoop cannot be copied or pickled: a process that starts again makes a new one"
         )
 
     @property
     def core_state(self) -> AsynchronousState:
-        """The state of the core's loop; its ``version`` counts the rounds that this rank has applied."""
+        """The state of the core's loop, whose ``version`` counts the rounds that this rank has applied."""
         return self._state
 
     def remove(self) -> None:

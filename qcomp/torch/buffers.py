@@ -46,7 +46,7 @@ def own_part(x: Any) -> Any:
 
 
 def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[str, Buffer]:
-    """Return the buffers that all ranks share after an outer round, by name: dense ones, each once.
+    """Return, by name, the dense buffers that all ranks share after an outer round; each buffer once.
 
     A buffer in the memory of a trained parameter, one of ``params``, is left out: it moves with the parameter.
     """
@@ -68,7 +68,7 @@ def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[s
 
 
 def _rule(leaf: str, beside: Mapping[str, torch.Tensor]) -> str:
-    """Return how the buffers of all ranks become one, from a buffer's name and the others in its module."""
+    """Return how all ranks' versions of a buffer become one, judged by its name and the others in its module."""
     buffer, pair = beside[leaf], [beside.get(name) for name in ("running_mean", "running_var")]
     if buffer.dtype not in WITH_A_MEAN:
         return _OF_FIRST
@@ -97,9 +97,9 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
     that contains those of all ranks, and histories of largest magnitudes become their maximum. All other buffers are
     copied from rank 0, bit for bit.
 
-    Sends the name, shape, dtype and digest of each buffer to all other ranks, 2 (N - 1) / N times the bytes of the
-    statistics and of the means once more, (N - 1) times the bytes of the ranges, and twice the bytes of the others from
-    rank 0.
+    A rank of N sends the name, shape, dtype and digest of each buffer to all other ranks. Of the differing buffers, it
+    sends 2 (N - 1) / N times the bytes of running means and variances, with the variances counted twice, (N - 1) times
+    the bytes of the ranges, and at most about twice the bytes of the others.
     """
     own = {
         # Digest a copy: torch cannot resize memory that NumPy has seen, as an observer must in its first forward pass.
@@ -121,7 +121,7 @@ def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: A
     firsts = of_rule[_OF_FIRST]
     raw = [bytes_of(here[name]) for name in firsts]
     copies: list[Any] = yield from broadcast_stages(raw, root=0, rank=state.rank, size=state.size)
-    # A view in another dtype needs memory that is aligned, as here in the clones.
+    # Viewing in another dtype needs aligned memory, which a clone has.
     new |= {name: x.clone().view(here[name].dtype) for name, x in zip(firsts, copies, strict=True)}
     for name, value in new.items():
         _write(chosen[name].value, value.reshape(chosen[name].value.shape))

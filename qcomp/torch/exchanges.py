@@ -78,7 +78,7 @@ class _Sharded:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _run(self, stages: Stages[Any], what: str) -> Any:
-        """Run a computation in stages; its exchanges name their module, since ranks may wrongly run different ones."""
+        """Run a computation in stages. Its exchanges name the module, since ranks may run different ones by mistake."""
         unit = self._unit
         owner = Owner(unit.label, 0, unit.names, self._stream, what, _SAME_MODULES)
         return drive(owned(stages, owner), self._comm)
@@ -102,7 +102,7 @@ class _Sharded:
         return shards if shards.size == size else None
 
     def _joined(self, size: int) -> Shards:
-        """Treat a message as the shards of one tensor, for when the places of the parameters in it are not known."""
+        """Treat a message as the shards of one tensor, since the places of the parameters in it are not known."""
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
 
 
@@ -209,7 +209,7 @@ class ScatteredGradients(_Sharded):
         return {**saved, "residuals": residuals, DIGESTS: digests}
 
     def read(self, saved: Sequence[Any]) -> _Scattered:
-        """Return the counters, and the mean of the residuals in some states, for `agreed`."""
+        """Return what saved states hold, for `agreed`: the counters, and the mean of the residuals."""
         where, owing = f"the state of {self._unit.label}", self._unit
         calls, skipped, residual = set(), 0, None
         for one in saved:
@@ -234,7 +234,7 @@ class ScatteredGradients(_Sharded):
         return _Scattered(calls.pop(), skipped // len(saved), residual, owing)
 
     def _residuals(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return a state's residuals by the names of the parameters that were trained; empty if it has none."""
+        """Return a state's residuals by the names of the trained parameters; empty if the state has no residuals."""
         unit, label = self._unit.only(saved), self._unit.label
         if saved and not self._terms.feedback:
             raise ValueError(f"the state has residuals of {label}; feedback is False here")
@@ -325,7 +325,7 @@ class GatheredWeights(_Sharded):
             output_tensor.copy_(found)
 
     def _changes_in(self, shards: Shards, own: torch.Tensor, mark: int, key: Key) -> Stages[Any]:
-        """Return the last weights and the changes since; the first call gathers all weights exactly."""
+        """Return all weights: the last ones plus the changes since. The first call gathers all weights exactly."""
         sent, self._sent = self._sent, mark
         found: Any
         if self._last is None:
@@ -342,7 +342,7 @@ class GatheredWeights(_Sharded):
 
 
 class ReplicatedGradients(BeforeSteps):
-    """The compressed mean over replicas of the gradients of one unit, which FSDP2 has reduced inside a shard group.
+    """The compressed mean over replicas of one unit's gradients, which FSDP2 has reduced inside a shard group.
 
     The ranks of ``comm`` hold the same shards.
     """
@@ -387,7 +387,7 @@ class ReplicatedGradients(BeforeSteps):
         )
 
     def _begin(self, mean: GradientMean, unit: Unit) -> OptimizerState | None:
-        """Return the first state of the mean of these parameters, None if there are none; collective."""
+        """Return the first state of a unit's mean, None if the unit has no parameters; collective."""
         return mean.init(unit.own_shards(self._unit.shards), self._comm, unit.names) if unit.params else None
 
     @property
@@ -431,7 +431,7 @@ class ReplicatedGradients(BeforeSteps):
             part.copy_(mean)
 
     def _follow(self, unit: Unit) -> OptimizerState:
-        """Return the state of these parameters' mean; they may differ from the last call's if nothing is owed."""
+        """Return the state of the mean of these parameters, which may be new ones if no residual is owed."""
         before = self._state
         if before is not None and unit.names == self._trained.names:
             return before

@@ -68,7 +68,7 @@ def compress(
     topology : str, default "auto"
         Topology of the mean between ``replicas``, see `qcomp.CompressedMean`.
     exact : callable or None, default ExactBelow(10_000)
-        Selects the parameters that stay exact; None for none. It sees their whole shapes.
+        Selects the parameters that stay exact; None for none. It is given the shapes of whole parameters, not shards.
     weight_changes : bool, default False
         Whether ``weights`` compresses only the changes since weights were last gathered. Changes lose less, so one to
         four bits suffice; but each rank keeps the last weights of the whole model, in float32.
@@ -78,8 +78,8 @@ def compress(
         What to do if a gradient on any rank is infinite or NaN. In both cases the gradients of that module become NaN
         on all ranks, no residual changes, and a GradScaler skips the step on all ranks; see `Compression.rescale`.
         ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError` and leaves its parameters
-        unchanged; with ``replicas``, on the ranks that have the same shards. ``"propagate"``: the optimizer steps, as
-        under plain FSDP2.
+        unchanged. With ``replicas``, this happens only on the ranks that have the same shards. ``"propagate"``: the
+        optimizer steps, as under plain FSDP2.
 
     Returns
     -------
@@ -309,7 +309,7 @@ def _states(saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapp
 
 
 class _Communicators:
-    """One communicator for each process group; its ranks have agreed on the settings."""
+    """One communicator for each process group, whose ranks have agreed on the settings."""
 
     def __init__(self, facts: Mapping[str, object], like: Any) -> None:
         self._facts = facts

@@ -129,7 +129,7 @@ class Unit:
 
 
 def units_of(model: Any) -> list[Unit]:
-    """Return the units of a model, in the order of its modules; frees the weights that an evaluation left gathered.
+    """Return the units of a model, in the order of its modules. Weights that an evaluation left gathered are freed.
 
     Raises TypeError if nothing in it was sharded, and ValueError if a parameter has no values yet.
     """
@@ -156,7 +156,7 @@ def units_of(model: Any) -> list[Unit]:
 
 
 def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tuple[Any, str, str, Any]]:
-    """Yield, for each parameter, its sharded module, that module's name, its own name, and itself; children first.
+    """Yield each parameter's sharded module, this module's name, the parameter's name, and itself; children first.
 
     Names are without the ``_orig_mod`` of torch.compile.
     """

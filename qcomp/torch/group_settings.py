@@ -1,4 +1,4 @@
-"""The current settings of the parameter groups, as settings of an optimizer of the core; schedulers change them."""
+"""`LiveSettings`: makes an optimizer of the core from parameter groups, whose settings schedulers may change."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LiveSettings:
 def split_last_rate(
     groups: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], float | None]:
-    """Return groups that `LiveSettings.saved` returned, without the last rate; and that rate, None if they have none.
+    """Split what `LiveSettings.saved` returned: return groups without the last rate, and this rate, None if unknown.
 
     Raises ValueError if it is not a finite number >= 0.
     """
@@ -191,7 +191,10 @@ def out_of_arrays(value: Any) -> Any:
 
 
 def _reads(group: Mapping[str, Any], key: str) -> bool:
-    """Return whether a setting has an effect in a group: with ``use_muon``, the momentum or the settings of AdamW."""
+    """Return whether a group's optimizer reads a setting: Muon reads momentum, and AdamW reads all others.
+
+    A group without ``use_muon`` reads all settings.
+    """
     use_muon = group.get("use_muon")
     return use_muon is None or (key == "momentum") == use_muon
 

@@ -1,4 +1,4 @@
-"""The states of torch's optimizers in an outer loop: averaged on their own periods, or reset."""
+"""What an outer loop does with the states of torch's optimizers: keeps, averages or resets them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Written = list[tuple[Any, Any]]
 _CHOICES = ("keep", "average", "reset")
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 _COUNT = "step"
-"""The entry that counts a parameter's steps; it has shape (), as a parameter might."""
+"""The entry that counts a parameter's steps. Its shape is (), which may be the shape of a parameter, too."""
 
 
 class InnerOfTorch:

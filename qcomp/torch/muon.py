@@ -92,7 +92,7 @@ class Muon(AveragingOptimizer):
         ``"stochastic"`` keeps them on average, see `qcomp.Optimizer`.
     comm : communicator or ProcessGroup, optional
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
-        that share a backward pass need one each, which they get by default.
+        in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: a matrix goes to its owner when its bucket is ready, and owners
         orthogonalise while the backward pass goes on. Then a parameter that no rank used counts as having a gradient of
@@ -100,18 +100,18 @@ class Muon(AveragingOptimizer):
         averages.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, every rank raises an error if they differ.
+        If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.Muon` for the algorithm, what it sends, and its source. With ``model``, owners and random draws are the
-    same as without, so steps are equal too, bit for bit where the library multiplies a batch of matrices as it
-    multiplies each.
+    same as without it, so steps are equal too: bit for bit if the library multiplies each matrix of a batch as it
+    multiplies a single one.
 
-    Parameters may be sharded by ``fully_shard``, all of them over one mesh, perhaps with replicas, each along any axis,
-    but then without ``whiten_steps``. Each rank sends its shard of a gradient to the owner of the matrix, and gets its
-    shard of the update. With N ranks it sends 1/N of the bytes that it would send for whole tensors. If ``comm`` has
-    the ranks of several meshes of one dimension, each mesh holds a replica, and the gradients of the replicas are
-    averaged here; else FSDP2 has averaged them. ``init_sync`` has no effect then, and replicas that begin with other
-    parameters are an error. Without compression, parameters are those of Muon on whole tensors, bit for bit.
+    Parameters may be sharded by ``fully_shard``: all over one mesh, which may have replicas, and each along any axis.
+    Then ``whiten_steps`` cannot be used. Each rank sends its shard of a gradient to the owner of the matrix, and gets
+    its shard of the update. With N ranks it sends 1/N of the bytes that it would send for whole tensors. If ``comm``
+    has the ranks of several meshes of one dimension, each mesh holds a replica, and Muon averages the gradients of the
+    replicas; else FSDP2 has averaged them. ``init_sync`` has no effect on shards: replicas that begin with different
+    parameters are an error. Without compression, parameters equal those of Muon on whole tensors, bit for bit.
 
     Examples
     --------
@@ -207,7 +207,7 @@ class Muon(AveragingOptimizer):
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Return the ``others`` of all groups, or a policy that asks each tensor's group; and AdamW's factor."""
+        """Return the core's settings ``others`` and ``shards``, and AdamW's factor."""
         factor = self._adam_factor
         if factor is None and self._has_rates_of_adam(groups):
             factor = 1.0

@@ -60,7 +60,7 @@ def _of_inner(method: _Function) -> _Function:
 
 
 class AveragingOptimizer(SavedOptimizer):
-    """Base of the optimizers for torch, which average over the ranks themselves.
+    """Base of the optimizers for torch, which themselves average over the ranks.
 
     Every rank makes the same steps, so `step` and `load_state_dict` are collective, as is making an optimizer.
 
@@ -73,8 +73,8 @@ class AveragingOptimizer(SavedOptimizer):
     make : callable
         Returns the optimizer of the core from its settings.
     comm : communicator or ProcessGroup, optional
-        The ranks. By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`; with
-        ``model`` all ranks of its process group.
+        The ranks. By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With
+        ``model``, the default is all ranks of the model's process group.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model whose backward pass the exchange overlaps with; it must have no communication hook.
     init_sync : bool, default True
@@ -400,7 +400,7 @@ class AveragingOptimizer(SavedOptimizer):
 
 
 def _as_precise(grad: Any, p: Any) -> Any:
-    """Return a gradient in the precision in which its parameter is computed: its ``grad_dtype`` may be another."""
+    """Return a gradient in the precision, single or double, of its parameter: with ``grad_dtype`` it may differ."""
     return grad.to(p.dtype) if (grad.dtype == torch.float64) != (p.dtype == torch.float64) else grad
 
 

@@ -1,4 +1,4 @@
-"""The outer loop around any optimizers of torch: they step as before, and hooks do the rest."""
+"""`OuterLoop`: hooks that make the steps of any optimizers of torch the inner steps of an outer loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OuterLoop:
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained. Parameters that require no gradient stay as they are, and one that is given twice counts once.
+        What is trained. Parameters that require no gradient stay as they are. One that is given twice counts once.
         Do not wrap a module in DistributedDataParallel, except over the ranks of one node.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, or the wrappers of a framework around them.
@@ -85,9 +85,9 @@ class OuterLoop:
     ------
     ValueError
         If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model``
-        does not have, or has a loop already, or ``inner_state`` does not fit it or the loop; or on every rank, if the
-        model or an optimizer of qcomp averages over all these ranks in every step. A step raises ValueError, before it
-        changes anything, if an optimizer has received other parameters since the loop was made, the model has got other
+        does not have, or has a loop already; or if ``inner_state`` does not fit the optimizers or the loop. On every
+        rank, if the model or an optimizer of qcomp averages over all these ranks in every step. From a step, before it
+        changes anything: if since the loop was made an optimizer has received other parameters, the model has got other
         tensors, or a parameter has begun to require a gradient; or, on every rank, if no optimizer has a state that is
         due.
     MismatchError
@@ -244,7 +244,7 @@ class OuterLoop:
         self._saves.note(self._loop, self._state, whole, self._comm, within=within)
         own = {key: value.cpu() if hasattr(value, "cpu") else value for key, value in whole.items()}
         own |= self._trained.positions.saved
-        # torch.distributed.checkpoint reads a tuple whole, not into these arrays before anything is checked.
+        # In a tuple, since torch.distributed.checkpoint would read arrays in place before anything is checked.
         return {of_rank(self._state.rank, self._state.size): (own,)} | self._saves.of_all
 
     def load_state_dict(
@@ -346,7 +346,7 @@ class OuterLoop:
         self._drive(stages, f"gradients of optimizer {number}")
 
     def _drive(self, stages: Stages[Any], what: str) -> Any:
-        """Run a computation in stages, its exchanges labelled as those of this loop's next step."""
+        """Run a computation in stages, and label its exchanges as exchanges of this loop's next step."""
         owner = owner_of(self._loop, self._state)
         return drive(owned(stages, owner._replace(doing=f"{owner.doing}, {what},")), self._comm)
 
@@ -417,8 +417,8 @@ class _InnerSaves:
 class StepCalls:
     """The calls of `step` that are running, to tell a whole step from a part of one.
 
-    torch runs an optimizer's hooks around `step` of its class, and again where that calls `step` of the base class. A
-    call that raises has no post-hook, so calls that are no longer on the stack are dropped.
+    torch runs an optimizer's hooks around `step` of its class, and again if that method calls `step` of the base class.
+    A call that raises has no post-hook, so calls that are no longer on the stack are dropped.
     """
 
     def __init__(self) -> None:
@@ -449,9 +449,9 @@ class StepCalls:
 
 
 def _mean_loss_stages(loss: Any, state: OptimizerState, like: Any) -> Stages[Any]:
-    """Return the mean of all ranks' closure losses, the same bits on all; this rank's own if any is no number.
+    """Return the mean of all ranks' closure losses, with the same bits on all; if any is no number, this rank's own.
 
-    An optimizer that decides by losses, such as LBFGS, otherwise decides differently on each rank.
+    Otherwise an optimizer that decides by losses, such as LBFGS, would decide differently on each rank.
     """
     loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
     is_number = isinstance(loss, float) or (

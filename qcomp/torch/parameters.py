@@ -40,8 +40,8 @@ def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]
     groups : sequence of mappings
         The ``param_groups``.
     model : torch.nn.parallel.DistributedDataParallel or None
-        With a model, names are those within its module; without one, the given names, else numbers. Each is a
-        `plain_name`.
+        With a model, the names are those within its module. Without one, they are the given names, else numbers. Each
+        is a `plain_name`.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def require_values(named: Iterable[tuple[str, Any]]) -> None:
 
 
 def require_memory_of_its_own(named: Iterable[tuple[str, Any]]) -> None:
-    """Raise ValueError unless every parameter has values, in memory that no other writes to.
+    """Raise ValueError unless every parameter has values, in memory that no other parameter uses.
 
     Sparse and sharded parameters are refused elsewhere.
     """

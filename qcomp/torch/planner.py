@@ -1,4 +1,4 @@
-"""The planner that reads a state which another number of ranks has saved with torch.distributed.checkpoint."""
+"""`LoadPlanner`: reads a state that another number of ranks has saved with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

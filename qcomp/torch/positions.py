@@ -57,7 +57,7 @@ class Positions:
         return self._first.get(id(p)) != mark_of(own_part(p))
 
     def forget(self) -> None:
-        """Forget all positions but those of qcomp's optimizers: 0/1 Adam keeps the last synchronised parameters."""
+        """Forget all positions but ``anchor`` of qcomp's optimizers, where 0/1 Adam keeps synchronised parameters."""
         self.known = {
             (number, ("anchor",))
             for number, one in enumerate(self._optimizers)
@@ -67,7 +67,7 @@ class Positions:
 
     @property
     def saved(self) -> dict[str, list[list[str | int]]]:
-        """The entry of a saved state that names the positions: z of schedule-free soon differs from its parameter."""
+        """The entry of a saved state that names the positions. z of schedule-free soon differs from its parameter."""
         named = [
             [number, *keys] for number, keys in self.known if all(type(key) in (str, int) for key in keys)
         ]

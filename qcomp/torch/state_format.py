@@ -16,7 +16,7 @@ from qcomp.integrations.ddp.parameters import plain_name
 __all__ = ["OfRank", "flattened", "groups_to_load", "nested", "of_no_parameter", "of_ranks", "own_part"]
 
 _SHARED = "shared"
-"""The key of the entries of a parameter that are equal on all ranks, with its name."""
+"""The key of a parameter's entry with the arrays that are equal on all ranks, and the parameter's name."""
 
 _PARAMETER = "parameter."
 """Prefix of the names of a rank's own parameters in a flat dict, which also has the entries of its state."""
@@ -30,7 +30,7 @@ class OfRank(NamedTuple):
     parameters: dict[str, Any]
     """The parameters by name, if they differed between the ranks."""
     bucketed: bool
-    """Whether a model averaged bucket by bucket; it decides which elements each rank served."""
+    """Whether a model's backward passes averaged bucket by bucket, which decides what elements each rank served."""
 
 
 def nested(
@@ -43,9 +43,8 @@ def nested(
 ) -> dict[int, dict[str, Any]]:
     """Return a state of the core as entries by parameter, for the "state" of a saved dict.
 
-    Values are tuples, which torch.distributed.checkpoint saves and reads whole. Arrays it would read in place, into the
-    optimizer's own, before any check that they fit. Of entries with equal keys on several ranks it keeps one; of
-    entries with different keys it keeps all.
+    Values are tuples, which torch.distributed.checkpoint saves and reads whole. It would read arrays in place, into the
+    optimizer's own, before any check that they fit. Of entries of several ranks with the same key it keeps one.
 
     ``of_params`` has the name of each parameter in the groups, and the kinds of its arrays, by the parameter's number.
     ``whole`` is a state dict of the core, and ``parameters`` has parameters that differ between ranks. ``bucketed``
@@ -66,7 +65,7 @@ def nested(
 
 
 def own_part(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries of the one rank in a result of `nested`, as a flat dict for `gather_dicts`."""
+    """Return the entries of a rank from its own result of `nested`, as a flat dict for `gather_dicts`."""
     ((own, parameters, _),) = [
         value for entry in entries.values() for key, value in entry.items() if rank_of(key)
     ]
@@ -103,7 +102,7 @@ def flattened(saved: Mapping[str, Any], names: Sequence[str | None], sizes: Sequ
     ours = False
     for number, name in zip(numbers, names, strict=True):
         _require("param_groups has a parameter that", number, int | str)
-        # torch.distributed.checkpoint keys entries that it has read by their number as text, beside the number itself.
+        # torch.distributed.checkpoint adds what it has read under the number as text, beside the number itself.
         entry = state.get(str(number), state.get(number, {}))
         _require(f"the entry of parameter {number}", entry, Mapping)
         ours = ours or _SHARED in entry
@@ -182,7 +181,7 @@ def _require_sizes(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) ->
 
 
 def _matched(then: Sequence[str | None], now: Sequence[str | None], sizes: Sequence[int]) -> dict[str, str]:
-    """Return the current name of each saved parameter: the same, or by position if either side has no names.
+    """Return each saved parameter's current name: the same, or the name at its position if either side has no names.
 
     A name is None for a parameter without a state; parameters without names have numbers. Raises ValueError if the
     parameters with a state in a group have changed.

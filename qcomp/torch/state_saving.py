@@ -1,4 +1,4 @@
-"""The state of the optimizers for torch, and how they save and load it."""
+"""`SavedOptimizer`: the state of the optimizers for torch, and how they save and load it."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
             residuals or other arrays of its own, as in the exact warm-up, the dict of any one rank fits all, on any
             number of ranks.
         lost : {"raise", "drop"}
-            What to do if the state of a rank with such arrays is missing. With ``"drop"`` these arrays are lost, see
-            `qcomp.OneBitAdam.load_state_dict`; all else is kept.
+            What to do if the state of a rank that had arrays of its own is missing. With ``"drop"`` these arrays are
+            lost, see `qcomp.OneBitAdam.load_state_dict`; all else is kept.
 
         Raises
         ------

@@ -21,7 +21,7 @@ from qcomp.torch.positions import Positions, entries
 __all__ = ["Trained"]
 
 _LOOKS = 100
-"""The least number of first inner steps that look for positions; later, only steps that exchange do."""
+"""At least this many of the first inner steps look for positions; later, only steps that exchange do."""
 
 
 class Trained:
@@ -97,7 +97,7 @@ class Trained:
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Do what `require_all` does; before the first step after a start, warn of copies that cannot be told."""
+        """Call `require_all`; before the first step after a start, also warn of what may be copies of parameters."""
         self.require_all()
         if not self._looked:
             self.positions.warn_of_strays()
@@ -115,7 +115,7 @@ class Trained:
         self._looked += 1
 
     def look_anew(self) -> None:
-        """Look for positions in the states of optimizers that were loaded, before parameters are written."""
+        """Look for positions in the states that optimizers have loaded, before parameters are written."""
         self.positions.forget()
         self.positions.note()
         self._looked = 0
@@ -199,7 +199,7 @@ class Trained:
 
 
 def _scale(optimizer: Any) -> float:
-    """Return the scale of the gradients that a GradScaler has left to the step of an optimizer; 1 without one."""
+    """Return the scale of the gradients that a GradScaler leaves to an optimizer's step, or 1 without a GradScaler."""
     scale = grad_scale(optimizer)
     return 1.0 if scale is None else float(scale)
 

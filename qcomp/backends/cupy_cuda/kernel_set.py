@@ -13,7 +13,7 @@ from qcomp.backends.cupy_cuda.sources import source
 from qcomp.core.numeric.arrays import Array
 
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""Compiler options. Results depend neither on them nor on those that CuPy adds; see ``arithmetic.cuh``."""
+"""Compiler options. Results depend neither on them nor on the options that CuPy adds; see ``arithmetic.cuh``."""
 
 
 class CupyRuntime:

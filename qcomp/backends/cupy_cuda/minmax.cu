@@ -8,7 +8,7 @@ struct Extremes {
     int high;
 };
 
-// Map the bits of floats to integers in the same order; its own inverse.
+// Map the bits of floats to integers in the same order, and back.
 __device__ inline int ordered(unsigned bits) { return (int)(bits ^ ((bits & SIGN) != 0 ? MAGNITUDE : 0u)); }
 
 __device__ inline Extremes join_extremes(Extremes a, Extremes b) {

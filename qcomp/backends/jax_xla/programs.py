@@ -30,8 +30,8 @@ PROGRAMS = 512
 def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array]] | None:
     """Return the parts of a key that are compiled into a program, and the parts that are its arguments.
 
-    An argument has 32 bits; larger numbers, such as a large seed, are compiled in. Returns None for an invalid key: the
-    pure version then raises an error.
+    An argument has 32 bits, so larger numbers, such as a large seed, are compiled. Returns None for an invalid key, for
+    which the pure version raises an error.
     """
     constant, traced = [], {}
     for name, value in key._asdict().items():

@@ -1,7 +1,8 @@
-"""Kernels for NumPy arrays on the CPU, compiled by numba; they return the bytes of the pure versions in `qcomp.core`.
+"""Kernels for NumPy arrays on the CPU, compiled by numba.
 
-They take flat, C-contiguous, aligned arrays of float32 or float64, and uint8 payloads at any address, without checks.
-They need ``pip install qcomp[numba]``. The first call of a kernel compiles it, or reads it from numba's cache on disk.
+Their results have the same bytes as those of the pure versions in `qcomp.core`. They take flat, C-contiguous, aligned
+arrays of float32 or float64, and uint8 payloads at any address, without checks. They need ``pip install qcomp[numba]``.
+The first call of a kernel compiles it, or reads it from numba's cache on disk.
 """
 
 from qcomp.backends.numba_cpu.memory import release_memory

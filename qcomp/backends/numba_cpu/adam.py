@@ -46,7 +46,7 @@ def frozen_steps(
         Elements of each tensor.
     numbers : sequence of StepNumbers
     divisors : sequence of float
-        The divisor of each m, whose array is used up unless this is 1.
+        The divisor of each m. Unless it is 1, the array of m is overwritten.
     dtype : dtype
         The dtype of all arrays.
     """
@@ -69,14 +69,14 @@ def adam_steps(
     ----------
     tensors : Table
         The addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v: the old ones, or
-        three others. Directions never take the place of p.
+        three others. The array for directions is never p.
     sizes : sequence of int
         Elements of each tensor.
     numbers : sequence of AdamNumbers
     dtype : dtype
         The dtype of all arrays.
     moves : bool
-        Whether the array for the new p receives the new p, or the direction along which a rate would move p.
+        Whether the array for the new p receives it. If not, it receives the direction along which a rate would move p.
     """
     rows = [
         (

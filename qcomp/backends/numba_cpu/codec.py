@@ -1,4 +1,4 @@
-"""The common interface of the kernels of all families: encoders, decoders and means of runs of buckets.
+"""Calls a compressor family's kernels on consecutive buckets of vectors, to encode, decode or average them.
 
 For a mean, a block is decompressed, added up, divided and compressed again while it is in the caches. Bytes read and
 written per element, without the payloads: `average` 0 and 4, `compress_mean` with feedback 4 and 4.
@@ -194,7 +194,7 @@ def compress_mean(
         Elements in a bucket.
     received : Decoded
         The payloads, and the vectors that receive their means.
-    sent : Encoded
+    sent : ToEncode
         The same vectors, to be compressed.
     mode : int
         With ``OVER_INPUT`` the new residuals overwrite the vectors; with ``NO_RESIDUAL`` the vectors keep the means.

@@ -1,4 +1,4 @@
-"""The random draws of a run of buckets: `qcomp.core.numeric.random.draws16`."""
+"""The random draws of consecutive buckets: `qcomp.core.numeric.random.draws16`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _split(words: Words, low: Halves, high: Halves) -> None:
 
 @inline
 def spread_64(words: Words, count: int, draws: Halves) -> None:
-    """Do the same as `spread` for buckets of 512 elements, three times as fast, since the inner loop is unrolled."""
+    """Store what `spread` stores for buckets of 512 elements, three times as fast, since the inner loop is unrolled."""
     for bucket in range(count):
         for i in range(4):
             source = words[(i * count + bucket) * 64 : (i * count + bucket + 1) * 64]

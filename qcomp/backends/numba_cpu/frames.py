@@ -45,7 +45,7 @@ from qcomp.core.traits import AnyCompressor
 
 
 def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
-    """Return the kernels of a compressor, or None if there are none; they are cached."""
+    """Return the kernels of a compressor, or None if there are none for it. Kernels are cached."""
     c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
     if kind is Identity:
         return identity_kernels()

@@ -155,7 +155,7 @@ class Kernel:
 
 
 def kernel(signature: str, name: str | None = None) -> Callable[[Callable[..., Any]], Kernel]:
-    """Turn a function into a `Kernel` with this signature; functions with the same ``def`` need names."""
+    """Turn a function into a `Kernel` with this signature. Functions made by the same ``def`` need different names."""
 
     def named(function: Callable[..., Any]) -> Kernel:
         function.__name__ = name or function.__name__

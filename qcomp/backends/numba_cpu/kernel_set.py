@@ -361,7 +361,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
-        """Return the same for sums of momenta, with a divisor for each."""
+        """Return the results of `frozen_steps` for momenta that are sums, each with a divisor."""
         dtype = computed_dtype(params[0].dtype)
         if dtype is None:
             return None
@@ -398,7 +398,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
-        """Return directions in new arrays, momenta and variances in new arrays, or in their own."""
+        """Return directions in new arrays, and momenta and variances in new arrays or in their own."""
         return _adam(params, (momenta, variances), gradients, numbers, donate=donate, moves=False)
 
     def sums_of_squares(self, arrays: Sequence[Array]) -> list[float] | None:
@@ -531,7 +531,7 @@ def _adam(
     donate: bool,
     moves: bool,
 ) -> list[tuple[Array, Array, Array]] | None:
-    """Return new parameters, or directions, and moments; only directions never take the buffers of the old ones."""
+    """Return new parameters or directions, and new moments. Directions get new arrays, even if buffers are donated."""
     dtype = computed_dtype(params[0].dtype)
     if dtype is None:
         return None

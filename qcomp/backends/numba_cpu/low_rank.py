@@ -33,7 +33,7 @@ def compensate(x: Floats, residual: Floats, out: Floats) -> float:
     ----------
     x : array, shape (n,)
     residual : array, shape (n,)
-        An empty array stands for no residual, and exact values.
+        An empty array means that there is no residual, and that values are exact.
     out : array, shape (n,)
         May be x.
     """
@@ -73,7 +73,7 @@ def orthonormal(rows: Floats, count: int, out: Floats) -> None:
 
 
 def next_factor(new: Floats, old: Floats, count: int, out: Floats) -> None:
-    """Let out = each of ``count`` new rows divided by a power of two, or the old row, as the pure version does."""
+    """Write each of ``count`` new rows, divided by a power of two, or the old row to ``out``, like the pure version."""
     _next_factor.of(new.dtype)(new, old, out, count)
 
 

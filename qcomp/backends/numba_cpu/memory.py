@@ -50,7 +50,7 @@ class _Stock:
         self.renew()
 
     def renew(self) -> None:
-        """Start empty; also called in a forked child, where another thread may have held the lock."""
+        """Forget all blocks, and make a new lock. A forked child calls this too, since the old lock may be held."""
         self._lock = Lock()
         self._returned: deque[Block] = deque()
         self._idle: list[Block] = []

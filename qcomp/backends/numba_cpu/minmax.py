@@ -37,7 +37,7 @@ from qcomp.backends.numba_cpu.qsgd import round_up_step
 
 @extending.intrinsic
 def _ordered(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Return an integer that is ordered like the float with these bits, NaN beyond the infinities; its own inverse.
+    """Map a float's bits to an integer that is ordered as the float is, and back; NaN lies beyond the infinities.
 
     The kernels compare integers because comparisons of floats that may be NaN do not vectorise.
     """

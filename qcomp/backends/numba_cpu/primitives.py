@@ -37,7 +37,7 @@ least magnitude that is not flushed."""
 
 @extending.intrinsic
 def by_width(typing_context: Any, x: Any, narrow: Any, wide: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Return the number for float32 or the one for float64, by the dtype of x, a float or an array."""
+    """Return ``narrow`` if x is float32 and ``wide`` if it is float64; x is a float or an array."""
     numbers = tuple(map(types.unliteral, (narrow, wide)))
     place = int(getattr(x, "dtype", x).bitwidth == 64)
 
@@ -104,7 +104,7 @@ def with_sign(typing_context: Any, magnitude: Any, x: Any) -> Any:  # noqa: ARG0
 
 @inline
 def magnitude_bits(x: np.float32) -> int:
-    """Return the bits of a magnitude as a signed integer; they are ordered like magnitudes, with NaN above infinity.
+    """Return the bits of a magnitude as a signed integer. Larger magnitudes have larger ones, and NaN the largest.
 
     Loops over integers vectorise. They are signed, because numba compares unsigned ones in 64 bits.
     """
@@ -292,7 +292,7 @@ def _halve(sums: Floats, half: int) -> None:
 
 @inline
 def tree_sum(sums: Floats) -> np.float32:
-    """Return the sum of an array by adding halves; its length is a power of two, and it is overwritten."""
+    """Return the sum of an array by adding halves. The length is a power of two, and the array is overwritten."""
     half = sums.size // 2
     while half >= 1:
         _halve(sums, half)

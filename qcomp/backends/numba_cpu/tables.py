@@ -66,7 +66,7 @@ def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
 def encoded_vectors(
     x: Floats, bucket_size: int, data: Bytes, blend: tuple[Floats, Blend] | None, bucket: int = 0
 ) -> ToEncode:
-    """Return the table of one vector, its payload, and the momentum that the vector is blended into, a flat view."""
+    """Return the table of one vector and its payload. ``blend`` begins with a flat view of the momentum."""
     momentum = 0 if blend is None else address(blend[0])
     end = -(-x.size // bucket_size)
     # One array for both tables, since making an array takes as long as compressing a hundred elements.
@@ -80,7 +80,7 @@ def encoded_vectors(
 
 
 def weights_of(blends: Sequence[Blend]) -> Longs:
-    """Return the four weights of each blend as the bits of float64: of m and x, of both before, and of their sum."""
+    """Return the four `Weights` of each blend, as the bits of float64 numbers."""
     _, *numbers = zip(*blends, strict=True)
     rows = np.array(numbers, dtype=np.float64)
     rows[1] *= 1 - rows[0]
@@ -107,7 +107,7 @@ def addresses(
     *,
     written: bool = False,
 ) -> Longs | None:
-    """Return the addresses of arrays of one library; with ``numbers``, only of the arrays at these indices.
+    """Return the addresses of arrays of one library: of those at the indices ``numbers``, or of all by default.
 
     Returns None if one of them is not a contiguous array of this dtype in the memory of the CPU, or is read-only and
     will be written to.
@@ -215,7 +215,7 @@ def _as_pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> A
 
 @inline
 def floats_at(address: int, size: int, like: Floats) -> Floats:
-    """Return the array at an address, with the dtype of another array; it is not reference-counted."""
+    """Return an array at an address, with the dtype of another array. It does not keep the memory alive."""
     array: Floats = numba.carray(_pointer(address, like), (size,))
     return array
 

@@ -126,7 +126,7 @@ def decode(family: Family, parts: Mapping[str, Any], out: Tensor, *, accumulate:
     out : tensor of float32, float16 or bfloat16
         Receives the values.
     accumulate : bool
-        Whether to add the values to it.
+        Whether to add the values to ``out``.
     """
     c = family.compressor
     tiles = cut(out.numel(), c.traits.bucket_size)

@@ -40,7 +40,7 @@ _DEVICES = ("cuda", "cpu") if triton.knobs.runtime.interpret else ("cuda",)
 class TritonKernels:
     """Kernels for contiguous torch tensors on CUDA and ROCm devices, of dtypes that are computed in float32.
 
-    They serve `ScaledSign`, `QSGD`, `LloydMax`, `MinMaxUInt8` and a `Scaled` `QSGD`, with buckets of up to 32768
+    They serve `ScaledSign`, `QSGD`, `LloydMax`, `MinMaxUInt8`, and `Scaled` around `QSGD`, with buckets of up to 32768
     elements. Each call launches one kernel on the current stream, and does not wait for the device.
     """
 

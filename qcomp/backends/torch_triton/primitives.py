@@ -48,7 +48,7 @@ def negated(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def ordered(bits: tl.tensor) -> tl.tensor:
-    """Return integers ordered as the numbers with these bits, NaN beyond the infinities; its own inverse."""
+    """Map the bits of numbers to integers ordered as the numbers are, and back; NaN lies beyond the infinities."""
     return bits ^ ((bits >> 31) & MAGNITUDE)
 
 

@@ -138,7 +138,7 @@ def store_scale(scales: tl.tensor, scale: tl.tensor, first: tl.tensor, count: tl
 def write(
     out: tl.tensor, offsets: tl.tensor, inside: tl.tensor, values: tl.tensor, ADD: tl.constexpr
 ) -> None:
-    """Store values in a buffer, or add them to it; both conversion and addition round to the buffer's dtype."""
+    """Store values in a buffer, or add them to it. Values are rounded to the buffer's dtype, and so are sums."""
     rounded = values.to(out.dtype.element_ty)
     if ADD:
         old = tl.load(out + offsets, mask=inside, other=0.0)

@@ -190,10 +190,10 @@ def autotune(
     Parameters
     ----------
     tuner : Autotune
-        Each of its means has one compressor.
+        The methods to try. Each of them has a single compressor.
     model : torch.nn.parallel.DistributedDataParallel
     exact, seed, nonfinite, comm
-        See `hook`; they hold for all methods that compress.
+        As for `hook`. All methods that compress use these.
     exact_iterations : int, default 2
         Number of exact iterations before the first method has its turn.
 

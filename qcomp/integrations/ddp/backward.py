@@ -69,7 +69,7 @@ class BackwardPass:
     same_everywhere: bool = False
     """Whether the samples were the same on all ranks."""
     ended: bool = False
-    """Whether the owner has received the outcome."""
+    """Whether the outcome has been reported to the hook or optimizer."""
     _came: set[int] = field(default_factory=set)
     _over: threading.Event = field(default_factory=threading.Event)
 

@@ -25,7 +25,7 @@ backward pass after each of its forward passes, even in no_sync()."""
 
 _SIZE = 1 << 16
 _LOOKS = 8
-"""Steps before which optimizers' states are inspected; each optimizer makes its state in its first step."""
+"""The number of steps before which states are inspected. Each optimizer makes its state in its first step."""
 _AVERAGES_OF_SQUARES = frozenset(
     ["exp_avg_sq", "exp_avg_sq_row", "exp_inf", "row_var", "square_avg", "state2", "sum", "variance"]
 )
@@ -83,7 +83,7 @@ class UnusableGradients(BeforeSteps):
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
         unusable = {id(p) for p in self.params if p.grad is not None and not _is_finite(p.grad)}
-        if not unusable:  # these are a later backward pass's
+        if not unusable:  # all gradients are those of a later backward pass
             self._error = None
         elif found_inf(optimizer) is None and any(id(p) in unusable for p in self.of(optimizer)):
             raise NonFiniteError(str(self._error)) from self._error
@@ -119,7 +119,7 @@ class BlindVariances(BeforeSteps):
 
 
 class UnusedMeans(BeforeSteps):
-    """Warns once if no step has used some means, though error feedback counts them as used; parameters are numbered."""
+    """Warns once if steps have left out the means of some parameters, though error feedback counts them as used."""
 
     def __init__(self, params: Mapping[int, Any], names: Sequence[str]) -> None:
         super().__init__(params.values())

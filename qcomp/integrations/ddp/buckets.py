@@ -77,7 +77,7 @@ class BucketedStep:
         exacts = self.state.exact
         shapes = [tuple(p.shape) for p, exact in zip(self.params.tensors, exacts, strict=True) if not exact]
         self._places = self._mean_of(self.state).places(shapes, self.state.size) if shapes else ()
-        # A tensor's index among the compressed ones.
+        # Each tensor's index among the compressed tensors.
         self._compressed = [sum(not exact for exact in exacts[:i]) for i in range(len(exacts))]
         # A cache: the residuals of a state, and the same residuals split by tensor.
         self._known: tuple[MeanState | None, Sequence[MeanState]] = (None, ())
@@ -146,7 +146,7 @@ class BucketedStep:
         self.optimizer = _separable(optimizer)
 
     def run_beside(self, stages: Stages[Any], *, done: Callable[[Any], None]) -> None:
-        """Run a computation in stages beside a backward pass's first bucket; ``done`` takes its result or error."""
+        """Run a computation in stages beside the first bucket of a backward pass; ``done`` gets its result or error."""
         self._exchange_thread.occupy()
         context = partial(self._stream.after, self._stream.mark())
         owned_stages = self._owned(stages, "before the first bucket")
@@ -322,7 +322,7 @@ class BucketedStep:
         self._exchange_thread.put([ThreadJob(stages, done=told, failed=told, context=context)], last=True)
 
     def _end(self, running: BackwardPass) -> None:
-        """Report the outcome of a backward pass to the owner, once all its buckets have arrived."""
+        """Report the outcome of a backward pass to the hook or optimizer, once all its buckets have arrived."""
         if running.ended or not running.is_complete:
             return
         running.ended = True
@@ -425,12 +425,12 @@ class BucketedStep:
         return [i for i in tensors if not self.state.exact[i]]
 
     def _places_of(self, tensors: Sequence[int]) -> tuple[Any, ...]:
-        """Return the place of each compressed tensor among some tensors."""
+        """Return the places in the compressed mean of those of some tensors that are compressed."""
         return tuple(self._places[self._compressed[i]] for i in self._exchanged(tensors))
 
     @property
     def _low_rank(self) -> bool:
-        """Whether ranks exchange thin factors: these travel fast, so a further exchange costs more than it hides."""
+        """Whether ranks exchange thin factors. They travel so fast that an exchange for each part would not pay."""
         return self._mean_of(self.state).low_rank
 
     def _mean_of(self, state: OptimizerState) -> SeparableMean:
@@ -522,7 +522,7 @@ def _cut(pairs: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
 
 
 def _largest(gradient: Any) -> Any:
-    """Return the largest magnitude in a gradient, which is finite if all its elements are."""
+    """Return the largest magnitude in a gradient, which is finite if all elements of the gradient are."""
     return gradient.abs().amax().reshape(1) if gradient.numel() else gradient.clone()
 
 

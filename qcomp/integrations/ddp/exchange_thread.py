@@ -16,8 +16,8 @@ from qcomp.core.errors import CommunicatorError, NonFiniteError
 from qcomp.core.mean.stages import AllToAll, Exchange, Stages, fuse, owned
 
 _JOINED_BYTES = 1 << 20
-"""Jobs stop waiting for others once their first messages have this many bytes, which at 1 Gbit/s take longer than the
-latency of an exchange."""
+"""Jobs with ``joins`` wait for more such jobs until their first messages have this many bytes together. At 1 Gbit/s
+these bytes take longer than the latency of an exchange."""
 
 _END_SECONDS = 1.0
 """How long the process, when it ends, waits for jobs that are still running."""
@@ -37,26 +37,26 @@ class ThreadJob:
     context: Callable[[], AbstractContextManager[Any]]
     """Returns a context in which the job runs."""
     joins: bool = False
-    """Whether to make its exchanges together with those of later jobs, because its messages are short."""
+    """Whether to combine its exchanges with the exchanges of later jobs, because its messages are short."""
     pending: Pending | None = field(default=None, init=False)
 
 
 class ExchangeThread:
-    """Runs jobs in order of arrival, each one exchange further than the next.
+    """Runs jobs in order of arrival, and keeps each job one exchange ahead of the next job.
 
     When jobs arrive, it starts their first exchanges, then moves each earlier job one exchange further, the oldest
     first. After the last jobs it continues in the same order until all are done. So some jobs encode while the bytes of
     others travel, and early data is decoded while the last bytes travel. The order of exchanges depends only on the
     order of the jobs and not on when bytes arrive, so it is the same on all ranks.
 
-    Jobs that join compute up to their first exchange when they arrive. Then they wait until their messages are long
-    enough, or the last jobs have arrived, and continue as one job.
+    Jobs with ``joins`` compute up to their first exchange when they arrive. There they wait until their messages are
+    long enough, or the last jobs have arrived. Then they continue as one job.
 
     A non-finite value fails its job, on all ranks in the same stage. Any other error belongs to this rank alone or to
     the communicator. It fails every job, now and later, because the order is lost.
 
-    Nobody else may use the communicator while jobs are running. Several exchange threads may share one if they use it
-    in turn, see `occupy`. Making a thread releases the communicator from earlier threads whose passes were interrupted.
+    Nobody else may use the communicator while jobs are running. Several exchange threads may share a communicator if
+    they use it in turn, see `occupy`. A new thread takes it from earlier threads whose passes were interrupted.
     """
 
     def __init__(self, comm: Verbs) -> None:
@@ -71,7 +71,7 @@ class ExchangeThread:
         self._thread: threading.Thread | None = None
 
     def occupy(self) -> None:
-        """Keep other exchange threads from the communicator until `release`; RuntimeError if one occupies it."""
+        """Keep other exchange threads from the communicator until `release`; raise RuntimeError if one occupies it."""
         with _claims:
             require_unoccupied(self.comm, by_others_than=self)
             _busy.add(self)

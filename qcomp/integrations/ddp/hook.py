@@ -235,7 +235,7 @@ def hook(
         Whether error feedback adds what compression loses to the next gradient. By default True unless the compressor
         is unbiased.
     topology : {"auto", "two_phase", "all_gather", "hierarchical", "ring"}
-        See `qcomp.CompressedMean`. The default selects the fastest by the cost model, all-gather with two ranks.
+        See `qcomp.CompressedMean`. The default selects the fastest by the cost model: with two ranks, all-gather.
     averaging : Averaging, optional
         Given instead of ``feedback`` and ``topology``. With ``qcomp.PowerSGD(rank=1)`` two thin factors of each matrix
         are averaged, and the compressor compresses these.

@@ -52,7 +52,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         callable that returns the optimizer of the next backward pass, and its settings as text, which the ranks
         compare.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group. Models that share a backward pass need one each.
+        By default a `TorchCommunicator` of the model's process group. Models in one backward pass must not share one.
 
     Raises
     ------
@@ -60,7 +60,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         On every rank, if the ranks differ in the optimizer's settings or in the model.
     ValueError
         If the optimizer needs all gradients before it can exchange any, as `qcomp.Muon` with ``whiten_steps`` does, or
-        two gradients of each parameter.
+        needs two gradients of each parameter.
 
     Notes
     -----
@@ -109,12 +109,12 @@ class OverlappedOptimizer(SavesState, Joinable):
         self._saves = Saves()
         self._record: GradientRecord | None = None
         self._is_written_to: bool | None = None
-        """Whether something writes to gradients between backward pass and step, perhaps without changing them; None
-        before the first step, which may be one of momenta after a restart."""
+        """Whether something writes to gradients between backward pass and step, perhaps without changing them. None
+        before the first step, which after a restart may be a step that averages momenta."""
         self._some_write: bool | None = None
-        """Whether something does so on some rank; None before the first step of momenta."""
+        """Whether something writes to them on any rank; None before the first step that averages momenta."""
         self._may_change = False
-        """Whether it is known that gradients are changed as long as this has an effect."""
+        """Whether gradients were changed in an exact step, which is warned of once."""
         try:
             model.register_comm_hook(self, _exchange)
         except RuntimeError as error:
@@ -153,7 +153,7 @@ class OverlappedOptimizer(SavesState, Joinable):
 
     @property
     def in_use(self) -> Optimizer:
-        """The optimizer, as the last backward pass used it."""
+        """The optimizer with the settings of the last backward pass."""
         return self._step.optimizer
 
     def step(self) -> None:
@@ -218,7 +218,7 @@ class OverlappedOptimizer(SavesState, Joinable):
                     param.grad.zero_()
 
     def adopt(self, saved: Any, optimizer: Optimizer, lost: Literal["raise", "drop"]) -> None:
-        """Continue from a saved state, with an optimizer of the saved settings; the next pass reads settings anew."""
+        """Continue from a saved state, with an optimizer of the saved settings. The next pass reads settings anew."""
         before, self._used = self._step.optimizer, None
         self._step.use(optimizer)
         try:
@@ -228,7 +228,7 @@ class OverlappedOptimizer(SavesState, Joinable):
             raise
 
     def exchange(self, bucket: Any) -> Any:
-        """Start to average a bucket; `step` uses the result. The first of a backward pass reads changed settings."""
+        """Start to average a bucket, for `step`. The first bucket of a backward pass also reads changed settings."""
         if is_joined_without(self._model, self):
             raise RuntimeError(
                 "a rank without inputs must take part in the steps of the others, so model.join() is not enough: use "
@@ -328,7 +328,7 @@ class OverlappedOptimizer(SavesState, Joinable):
                 p.grad.copy_(mean)
 
     def _gradients_of(self, running: BackwardPass) -> dict[int, Any]:
-        """Return `_gradients_to_use`, or raise what it raises on any rank.
+        """Return the result of `_gradients_to_use`, or raise what it raises on any rank.
 
         Ranks compare only in steps that average momenta, since only in these each rank has its own gradients, and only
         if some rank has ever written to its gradients. To compare, each rank sends a byte to all others.

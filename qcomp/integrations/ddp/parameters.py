@@ -90,7 +90,7 @@ def averaged_by(model: Any) -> list[tuple[str, Any]]:
 
 
 def wrapped_in(model: Any) -> Any:
-    """Return the DistributedDataParallel with all parameters of a model, perhaps the model itself; None without one."""
+    """Return the DistributedDataParallel that holds all parameters of a model, perhaps the model itself, or None."""
     if not isinstance(model, torch.nn.Module):
         return None
     own = frozenset(map(id, model.parameters()))
@@ -115,7 +115,7 @@ def inside(model: Any) -> Any:
     Raises
     ------
     TypeError
-        If there is none.
+        If no DistributedDataParallel has all parameters of the model.
     """
     found = wrapped_in(model)
     if found is None:

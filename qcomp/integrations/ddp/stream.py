@@ -37,7 +37,7 @@ class SideStream:
             yield
 
     def hand_over(self, tensors: Sequence[Any]) -> None:
-        """Let the current stream use tensors of this one, once all work that is queued on this one is done."""
+        """Let the current stream use tensors of this stream, once all work that is queued on this stream is done."""
         if self._stream is not None:
             current = _cuda.current_stream(self._device)
             current.wait_stream(self._stream)

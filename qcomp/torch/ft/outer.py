@@ -42,8 +42,8 @@ class ElasticOuterLoop(QuorumMember):
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step. From now on only this object makes their steps.
     loop : qcomp.OuterLoop
-        The settings, for instance ``qcomp.outer.sparse_loco(30)``. With a ``delay`` the results are as usual, but their
-        bytes travel only when they are applied.
+        The settings, for instance ``qcomp.outer.sparse_loco(30)``. A ``delay`` changes results as usual, but exchanges
+        do not overlap with inner steps: bytes travel only when a result is applied.
     manager : torchft.Manager
         As for `Elastic`. Its ``current_step`` is the number of inner steps at the last exchange.
     group : ProcessGroup
@@ -117,7 +117,7 @@ class ElasticOuterLoop(QuorumMember):
 
     @property
     def state(self) -> OptimizerState:
-        """The state of the core's loop; its ``step`` counts the inner steps made."""
+        """The state of the core's loop, whose ``step`` counts the inner steps made."""
         return self._state
 
     def shared_parameters(self) -> dict[str, torch.Tensor]:
@@ -156,13 +156,13 @@ class ElasticOuterLoop(QuorumMember):
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Make an inner step; where a fragment is due, ask for a quorum and exchange, until that is done.
+        """Make an inner step. If a fragment is due, ask for quorums and exchange until an exchange succeeds.
 
         Returns
         -------
         bool
-            Whether `state` is one step further. If not, `state` is unchanged, or back at an earlier exchange: take the
-            next batch for that step.
+            Whether `state` is one step further. If not, `state` is unchanged, or back at an earlier exchange: choose
+            the next batch by ``state.step``.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class ElasticOuterLoop(QuorumMember):
         return self._state.step == before.step + 1
 
     def _exchange(self) -> bool:
-        """Make the exchange that all replicas have reached; return whether it is done, always True in the warm-up."""
+        """Make the exchange that all replicas have reached, except in the warm-up; return False if it has failed."""
         if self._state.stage == WARMUP:
             return True
         if not self._run(self._loop_stages):
@@ -252,7 +252,7 @@ class ElasticOuterLoop(QuorumMember):
         return _Kept(states, [buffer.clone() for buffer in trained.buffers], sorted(positions.known, key=str))
 
     def _go_back(self) -> None:
-        """Undo what an exchange that failed has done to the model and the inner optimizers."""
+        """Undo what a failed exchange has done to the model and the inner optimizers."""
         held = self._held
         assert held is not None
         self._take(held)
@@ -268,7 +268,7 @@ class ElasticOuterLoop(QuorumMember):
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Restore inner states and buffers of the step that all went back to; a new replica gets another replica's."""
+        """Restore inner states and buffers of the step that all replicas went back to. A new replica gets another's."""
         is_member = members[comm.rank]
         # Nothing is kept of the current step in the warm-up, before its forward pass.
         kept = (self._kept.get(held.history[-2].label) if is_member else None) or self._now()
@@ -292,11 +292,11 @@ class _Kept(NamedTuple):
     """The states of the inner optimizers, with positions relative to parameters."""
     buffers: list[torch.Tensor]
     positions: list[Place]
-    """Which entries are positions."""
+    """Which entries of these states are positions, see `Positions`."""
 
 
 def _written(kept: _Kept) -> torch.Tensor:
-    """Return a `_Kept` as bytes, in a copy: see `_content` of `qcomp.checkpoint.copies` for views of a file."""
+    """Return a `_Kept` as bytes. They are a copy, for the reason given at `_content` of `qcomp.checkpoint.copies`."""
     file = io.BytesIO()
     torch.save(kept._asdict(), file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)

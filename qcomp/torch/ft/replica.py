@@ -42,7 +42,7 @@ class QuorumMember(ABC):
         self._is_ready = False
         self._has_quorum = False
         self._is_stepping = False
-        # A new replica can only fetch from a manager with which something is registered.
+        # torchft lets a new replica fetch only from a manager with which some state is registered.
         manager.register_state_dict_fn("qcomp", lambda _: None, dict)
 
     @abstractmethod
@@ -103,7 +103,7 @@ class QuorumMember(ABC):
         return True
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        """Refuse a direct step of the optimizer, which other replicas would not make or nobody would count."""
+        """Refuse a direct step of the optimizer: other replicas would not make it, or nobody would count it."""
         if not self._is_stepping:
             raise RuntimeError(
                 f"call step on the qcomp.torch.ft.{type(self).__name__}, not on the {type(optimizer).__name__} that "
@@ -134,9 +134,9 @@ class QuorumMember(ABC):
     def _agree(self, comm: TorchCommunicator) -> tuple[elastic.ElasticState, dict[str, float]]:
         """Return the state from which all replicas go on, and the report.
 
-        Replicas may differ in the last quorum that they reached, and the others may have gone on without those that are
-        behind. A replica that is behind still counts as up to date if it did in the latest of these quorums: that
-        quorum then failed for it, and all go back to the state before.
+        Replicas may differ in the last quorum in which they agreed, since some may have failed while others went on. A
+        replica counts as up to date if it did so in the latest quorum in which any replica agreed. If that quorum then
+        failed for it, all go back to the state before.
         """
         values, names = self._named_values()
         here, report = self._elastic(), dict[str, float]()

@@ -96,7 +96,7 @@ class Elastic(QuorumMember):
 
     @property
     def state(self) -> OptimizerState:
-        """The state of the core's optimizer; its ``step`` counts the completed steps."""
+        """The state of the core's optimizer, whose ``step`` counts the completed steps."""
         return self.optimizer.core_state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -151,7 +151,7 @@ class Elastic(QuorumMember):
         return super()._agree(comm)
 
     def _hand_over(self, *_: Any) -> None:
-        """Do nothing: parameters and state are all there is."""
+        """Do nothing, since a replica holds nothing besides the parameters and the state."""
 
     def _take(self, held: elastic.ElasticState) -> None:
         self._held = held
