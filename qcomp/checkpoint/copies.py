@@ -1,4 +1,4 @@
-"""Copies of each rank's data in the memory of two nodes, from which a killed job goes on."""
+"""`Copies`: each rank's data in the memory of two nodes, from which a killed job goes on."""
 
 import io
 import json
@@ -65,7 +65,8 @@ class Copies:
     Parameters
     ----------
     comm : Communicator
-        All ranks of the job. Ranks on one node share its memory, and must have the same `host`.
+        Has all ranks of the job. All ranks on a node share its memory, so their communicators must have the same
+        ``host``.
     every : int
         The number of steps from one copy to the next.
     folder : str or path, optional
@@ -141,7 +142,7 @@ class Copies:
             self._folder = _folder_of(Path(folder), job)
             self._presence = Presence(self._folder)
             token = self._presence.token
-        except Exception as error:  # of this rank alone, perhaps
+        except Exception as error:  # perhaps an error of this rank alone
             problem = error
         host = getattr(comm, "host", None) or f"rank {comm.rank}"
         told = self._tell(problem, "keep copies", host=host, life=secrets.token_hex(8), token=token)
@@ -203,7 +204,7 @@ class Copies:
             if type(step) is not int or step < 0:
                 raise ValueError(f"step is {step!r}; expected an integer of at least 0")
             content = _content(own.name, write)
-        except Exception as error:  # of this rank alone, perhaps
+        except Exception as error:  # perhaps an error of this rank alone
             problem = error
         told = self._tell(problem, what, step=step, bytes=len(content))
         steps = [each["step"] for each in told]
@@ -226,7 +227,7 @@ class Copies:
         try:
             for part, data in parts.items():
                 write_whole(self._folder / part.name, partial(_put, data=data))
-        except Exception as error:  # of this rank alone, perhaps
+        except Exception as error:  # perhaps an error of this rank alone
             problem = error
         try:
             self._tell(problem, what)
@@ -251,12 +252,12 @@ class Copies:
         Raises
         ------
         FileNotFoundError
-            On every rank, if a part and its copy are both lost, with their nodes or by damage. `keep` still works.
+            On every rank, if a part and its copy are both lost or damaged. After this error, `keep` still works.
 
         Notes
         -----
-        If a node has lost its files, `newest` makes them again at once; in a world of another size, the next `keep`
-        does.
+        If a node has lost its files, `newest` writes them again at once. In a world of another size, the next `keep`
+        writes them.
         """
         rank, size = self._comm.rank, self._comm.size
         listings: list[set[str]] = [set(each["names"]) for each in self._tell(None, "", names=self._names())]

@@ -1,4 +1,4 @@
-"""Writes files that are whole or absent."""
+"""`write_whole`: writes a file so that readers find either the old content or the new one, even if the writer dies."""
 
 import os
 import platform
@@ -31,8 +31,8 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
 
     Notes
     -----
-    It writes the second file, waits until the content is on the disk (fsync), and renames it. Each call has its own
-    second file, and locks it; a second file without a lock has no writer any more.
+    `write_whole` writes the second file, waits until the content is on the disk (fsync), and renames it. Each call
+    locks a second file of its own. If a second file has no lock, its writer has died.
 
     Examples
     --------
@@ -58,9 +58,9 @@ def write_whole(path: "str | os.PathLike[str]", write: Callable[[IO[bytes]], Any
             file.flush()
             os.fsync(file.fileno())
             if os.name == "posix":
-                os.replace(own, path)  # while it is locked
+                os.replace(own, path)  # while the new file is locked
         if os.name != "posix":
-            os.replace(own, path)  # Windows cannot rename an open file
+            os.replace(own, path)  # after closing it: Windows cannot rename an open file
     except BaseException:
         with suppress(FileNotFoundError):
             os.remove(own)

@@ -25,15 +25,16 @@ def create_locked(path: str | os.PathLike[str]) -> IO[bytes]:
         if sys.platform != "win32":
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-        if os.path.exists(path):  # else another process removed it before it was locked
+        if os.path.exists(path):  # else another process removed the file before it was locked
             return file
         file.close()
 
 
 def removed_if_left(path: str | os.PathLike[str]) -> bool | None:
-    """Remove a file of `create_locked` if its process has died; return whether it has, None if the disk cannot tell.
+    """Remove a file that `create_locked` made, if its process has died.
 
-    Raises FileNotFoundError if the file is gone.
+    Returns whether the process has died; None if the disk or the system has no locks. Raises FileNotFoundError if the
+    file is gone.
     """
     with open(path, "rb") as file:
         if sys.platform == "win32":
@@ -44,14 +45,14 @@ def removed_if_left(path: str | os.PathLike[str]) -> bool | None:
             return False
         except OSError:
             return None
-        os.unlink(path)  # while it is locked
+        os.unlink(path)  # while this process holds the lock
         return True
 
 
 class Presence:
-    """A locked file that shows other processes that this one works in a folder, until it ends or drops this object.
+    """A locked file that shows other processes that this process works in a folder.
 
-    ``token`` is the name of the file, without its ending.
+    The lock ends when this process ends, or drops the object. ``token`` is the name of the file, without its ending.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +74,7 @@ class Presence:
         return found
 
     def leave_to_parent(self) -> None:
-        """Close the copy of the file in a forked child, so that the lock ends with the parent."""
+        """Close a forked child's copy of the file, so that the lock ends with the parent."""
         detached = self._end.detach()
         if detached is not None:
             _, _, (_, file), _ = detached

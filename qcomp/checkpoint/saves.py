@@ -19,8 +19,8 @@ from qcomp.private_names.frameworks import saves_one_rank
 class Saves:
     """The saves of one optimizer, hook or outer loop.
 
-    Gathers the states of all ranks on one, and warns once if only some ranks save although each has its own arrays.
-    ``gathered`` has the states of all ranks, by `of_rank`, until `forget`.
+    `gather` sends the states of all ranks to one rank. `note` warns once if only some ranks save although each has its
+    own arrays. Until `forget`, ``gathered`` has the states of all ranks, under the keys that `of_rank` returns.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class Saves:
         like: Any,
         root: int,
     ) -> None:
-        """Send each rank's saved dict ``own`` to the rank ``root``, which keeps all in host memory; collective.
+        """Send each rank's saved dict ``own`` to the rank ``root``, which keeps them all in host memory.
 
-        ``like`` gives the device of the buffers.
+        All ranks must call this. ``like`` gives the device of the buffers.
         """
         owner = owner_of(replica, state)._replace(doing=f"gather_states() after step {state.step}")
         stages = gather_dicts(own, rank=state.rank, size=state.size, like=like, root=root)
@@ -56,7 +56,7 @@ class Saves:
 
     @property
     def of_all(self) -> dict[str, tuple[dict[str, Any]]]:
-        """The gathered dicts in tuples, for `states_in`: torch.distributed.checkpoint reads tuples whole."""
+        """The gathered dicts, each in a tuple, which torch.distributed.checkpoint reads whole; see `states_in`."""
         return {key: (one,) for key, one in self.gathered.items()}
 
     def forget(self) -> None:
@@ -116,10 +116,10 @@ class _Save(NamedTuple):
     """A save of this rank."""
 
     key: str
-    """The ranks' key for counting this save."""
+    """The name of the counter in which the ranks count this save."""
     step: int
     comm: Any
-    """A weak reference to the communicator, so that it can end."""
+    """A weak reference, which lets the communicator end."""
     bytes_sent: int
     """The bytes that this rank had sent over the communicator; once it has sent more, another exchange has begun."""
     kinds: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Tells all ranks, at the same step, that a signal asks the job to end, so that they can save."""
+"""`on_signal`: tells all ranks, at the same step, that a signal asks the job to end, so that they can save."""
 
 import signal
 import threading
@@ -19,7 +19,8 @@ class on_signal:  # noqa: N801 - it reads as a function
     """Tells all ranks at the same step that any of them has received a signal, so that they can save and end.
 
     Schedulers announce the end of a job by a signal, to one process or to all, and not at the same moment. Call the
-    object after every step: it returns True on all ranks in the same call. Collective, as are its calls.
+    object after every step: it returns True on all ranks in the same call. The constructor and the calls are
+    collective.
 
     Parameters
     ----------
@@ -27,14 +28,15 @@ class on_signal:  # noqa: N801 - it reads as a function
         The ranks. Each exchange sends one byte to every other rank.
     signals : iterable of signal.Signals, default (SIGTERM,)
         The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first signal of
-        each kind is only noted; the next has the effect that it had before.
+        each kind is only noted. The next one has the effect that this signal had before.
     every : int, default 1
-        The number of calls from one exchange to the next; calls in between return False at once. The same on all ranks.
+        The number of calls from one exchange to the next; calls in between return False at once. It must be the same on
+        all ranks.
 
     Raises
     ------
     MismatchError
-        On every rank, if ``every`` differs; in a call, if other ranks make another exchange at the same time.
+        On every rank, if ``every`` differs. From a call, if other ranks make another exchange at the same time.
     RuntimeError
         If this is not the main thread, where Python's signal handlers run.
 
@@ -77,7 +79,7 @@ class on_signal:  # noqa: N801 - it reads as a function
             raise
 
     def __call__(self) -> bool:
-        """Return True if some rank had received a signal before its call; the same on all ranks."""
+        """Return True on all ranks if any of them had received a signal before its call."""
         self._calls += 1
         if self._calls % self._every:
             return False

@@ -1,4 +1,4 @@
-"""Copying the tensors of one rank to all ranks, as pure stages."""
+"""`broadcast_stages`: copies the tensors of one rank to all ranks, as pure stages."""
 
 import json
 import math
@@ -51,11 +51,11 @@ def broadcast_stages(tensors: Sequence[Array], *, root: int, rank: int, size: in
 def first_values(
     tensors: Sequence[Array], names: tuple[str, ...], *, rank: int, size: int
 ) -> Stages[dict[int, Array]]:
-    """Return copies of rank 0's parameters, by number, for the parameters that differ between the ranks.
+    """Return copies of rank 0's values, by number, of the parameters that differ between the ranks.
 
-    If the ranks differ in names, shapes or dtypes, it returns none, and the start of an optimizer raises an error that
-    says more. Sends a digest of each parameter to all others, and sends differing parameters as `broadcast_stages`
-    does.
+    If the ranks differ in names, shapes or dtypes, this returns no copies; the start of the optimizer then raises a
+    more detailed error. Each rank sends a digest of each parameter to all others. Parameters that differ are sent as by
+    `broadcast_stages`.
     """
     found = _first_values(tensors, names, rank, size)
     return (yield from owned(found, Owner("optimizer", 0, names, 0, "init")))

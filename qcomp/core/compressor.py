@@ -65,7 +65,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the fields of the payload of x, float32 or float64 of shape (n,), all magnitudes below 2^100.
+        """Return the fields of a vector's payload.
 
         Parameters
         ----------
@@ -82,7 +82,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return the vector, of shape (size,) and dtype float32 or float64, from the fields of its payload.
+        """Return the vector that is encoded in the fields of a payload.
 
         Parameters
         ----------
@@ -95,10 +95,10 @@ class Compressor(ABC):
         """
 
     def for_shape(self, shape: tuple[int, ...]) -> "Compressor":  # noqa: ARG002
-        """Return the compressor for tensors of this shape: itself, unless the shape determines its buckets.
+        """Return the compressor for tensors of this shape: this compressor, unless the shape determines its buckets.
 
-        The returned compressor sees the tensor as a vector, so it must return itself for a shape of one axis.
-        `compress`, `decompress` and `CompressedMean` call this for every tensor.
+        The returned compressor sees the tensor as a vector, so its own ``for_shape`` must return itself for a shape of
+        one axis. `compress`, `decompress` and `CompressedMean` call this for every tensor.
 
         Parameters
         ----------
@@ -117,7 +117,7 @@ class Compressor(ABC):
         """Whether each field of a payload has the first bucket's part first, then the second bucket's, and so on.
 
         If so, the payload of a vector can be made of its buckets' payloads, and `qcomp.jax` compresses the buckets of
-        many tensors at once. By default False, which is always right.
+        many tensors at once. The default, False, is always right.
         """
         return False
 
@@ -165,8 +165,8 @@ class Compressor(ABC):
         Raises
         ------
         NonFiniteError
-            If x holds an infinity, a NaN or a magnitude of 2^100 or more; 2^996 with `Identity` in float64. Nothing is
-            checked while a compiler traces, since there are no values yet.
+            If x holds an infinity, a NaN or a magnitude of 2^100 or more (2^996 or more for `Identity` in float64).
+            Nothing is checked while a compiler traces, since there are no values yet.
         """
         require_dense(x, "x")
         own = self.for_shape(tuple(x.shape))
@@ -228,7 +228,7 @@ class Compressor(ABC):
         return primitives.decode(own, payload, total, out=total, accumulate=True)  # type: ignore[return-value]  # see Kind
 
     def require_own(self, payload: Payload, like: Array, argument: str) -> None:
-        """Raise `PayloadError` unless this compressor makes such payloads for arrays like this one.
+        """Raise `PayloadError` unless this compressor makes such payloads from arrays like ``like``.
 
         Parameters
         ----------

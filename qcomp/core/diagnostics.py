@@ -54,13 +54,13 @@ class _LastSteps(NamedTuple):
     exact: tuple[Array, ...]
 
     def and_then(self, step: int, mean: Array, exact: Array, most: int) -> "_LastSteps":
-        """Return the last ``most`` samples, with one more step; a gap between the steps drops the old ones."""
+        """Add the samples of a step, and return the last ``most``; a gap between steps drops the old samples."""
         if step != self.step + 1 or mean.shape != self.means[-1].shape:
             return _LastSteps(step, (mean,), (exact,))
         return _LastSteps(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
 
     def direction(self) -> float:
-        """Return the cosine of the summed samples."""
+        """Return the cosine between the summed compressed means and the summed exact means."""
         return _cosine(sum(self.means[1:], self.means[0]), sum(self.exact[1:], self.exact[0]))
 
 
@@ -74,27 +74,27 @@ class Diagnostics:
     - ``bytes_sent``: bytes sent by the rank that sent most, without the bytes of the report; ``bits_per_element``: bits
       sent per parameter element, the mean over the ranks.
     - ``direction``: the cosine between the sum of the last ``direction_steps`` compressed means and the sum of the
-      exact means, once that many consecutive steps have been measured. Feedback adds what one step loses to the next,
-      so the sum shows where training goes. It is near 1 in a healthy run.
-    - ``cosine``: the cosine of this step's compressed mean to the exact one. With few bits it is far below 1 even in a
-      healthy run, and for 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit makes them
-      as large as the others, and their sign changes in every step.
-    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over the norm of its vector before feedback, the
-      mean over the ranks; ``worker_residual_worst``: the maximum. Bounded in a healthy run: see `Traits`.
+      exact means, once that many consecutive steps have been measured. Feedback adds to each step what the last one
+      lost, so the sums show where training goes. In a healthy run, ``direction`` is near 1.
+    - ``cosine``: the cosine between this step's compressed mean and its exact mean. With few bits it is far below 1
+      even in a healthy run, and for 1-bit Adam it may be below 0: where momenta are small within their bucket, one bit
+      makes them as large as the others, and their sign changes in every step.
+    - ``worker_residual``: |e_i| / |p_i|, the norm of a rank's residual over the norm of its vector before feedback, as
+      the mean over the ranks; ``worker_residual_worst``: the maximum. Bounded in a healthy run: see `Traits`.
     - ``server_residual`` and ``server_residual_worst``: |e_s| / |mean p| over the chunk that a rank serves; mean and
       maximum over the servers.
     - ``variance_ratio``: from a `VarianceWatch`, once it has measured.
     - ``drifted_ranks``: in a step that compares replicas, the number of ranks whose parameters, moments, variances or
-      counters differ in any bit from the majority's. If there are any, all ranks warn, and name them and what
-      differs. Residuals belong to one rank, and are not compared.
+      counters differ in any bit from the majority's. If there are any, all ranks warn, and name the ranks
+      and the values that differ. Residuals belong to one rank, and are not compared.
 
     Parameters
     ----------
     optimizer : Optimizer
         The optimizer whose steps are measured.
     sample : int
-        The most elements of the compressed tensors to sample, equally spaced. The spacing is odd, so that the samples
-        are not confined to a few columns of a matrix.
+        The largest number of elements to sample from the compressed tensors, equally spaced. The spacing is odd, so
+        that the samples are not confined to a few columns of a matrix.
     replicas_every : int, optional
         Number of steps between comparisons of parameters and states across ranks; None never compares. Ranks are not
         compared while an optimizer lets them make local steps.
@@ -104,9 +104,9 @@ class Diagnostics:
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 * sample bytes in a step that compresses, and 40 bytes to every rank. A comparison reads all
-    parameters and shared arrays of the state on the host, and sends about 100 bytes for each of them to every rank. In
-    a hierarchical mean p_i is the rank's own contribution to its node's sum.
+    A step that compresses sends 2 (N - 1) / N * 4 * sample bytes more, and every step 40 bytes to every rank. A
+    comparison reads all parameters and shared arrays of the state on the host, and sends about 100 bytes for each of
+    them to every rank. In a hierarchical mean p_i is the rank's own contribution to its node's sum.
 
     Examples
     --------
@@ -261,7 +261,7 @@ class Notes:
             self.exchange = means.exchange
 
     def facts(self, state: OptimizerState, sent: int) -> Stages[Facts]:
-        """Return this rank's measurements; exchanges the exact mean of the sample."""
+        """Exchange the exact mean of the sample, and return this rank's measurements."""
         if self.part is None or self.means is None or self.exchange is None or not self.means.shape[0]:
             return Facts(math.nan, math.nan, math.nan, math.nan, sent)
         nothing = MeanState(state.rank, state.size, (), ())
@@ -289,7 +289,7 @@ class Notes:
 
 
 def _watched(optimizer: Optimizer, notes: Notes) -> Optimizer:
-    """Return an optimizer that makes the same steps and records both halves of them."""
+    """Return an optimizer that makes the same steps, and records the values before and after each exchange."""
     twin = copy.copy(optimizer)
 
     def prepare(grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
@@ -324,7 +324,7 @@ def counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
 def _compare(
     optimizer: Optimizer, params: Sequence[Array], state: OptimizerState
 ) -> Stages[dict[str, float]]:
-    """Return how many ranks differ from the majority in what they must share, and warn if any do."""
+    """Return how many ranks differ from the majority in values that must be equal, and warn if any do."""
     own = json.dumps([*digests(state.names, params), *sorted(shared_by_ranks(optimizer, state).items())])
     held = yield from gather_texts(own, state.size, params[0])
     usual = max(held, key=held.count)

@@ -37,9 +37,9 @@ def compress(
     x : array
         This step's vector, any shape.
     residual : array
-        Has the shape of x, in float64 for float64 and in float32 otherwise; start with zeros.
+        Has the shape of x, and dtype float64 if x has it, else float32. Start with zeros.
     key : Key, optional
-        For compressors that draw.
+        Determines the random draws; required by compressors that draw.
     donate : bool
         Whether the new residual may overwrite the old one. Arrays of an immutable library are not reused.
 
@@ -76,7 +76,7 @@ def compress(
 def compensated(
     compressor: Compressor, x: Array, residual: Kind, *, key: Key | None = None, donate: bool = False
 ) -> tuple[Payload, Kind]:
-    """Do what `compress` does, but accept a compressor whose residuals would diverge over many calls."""
+    """Compress as `compress` does, but accept a compressor whose residuals would diverge over many calls."""
     require_dense(x, "x")
     require_dense(residual, "residual")
     if tuple(residual.shape) != tuple(x.shape):
@@ -95,7 +95,8 @@ def compensated(
 def require_contraction(compressor: Compressor) -> None:
     """Raise ValueError if error feedback with this compressor would diverge.
 
-    For an unscaled unbiased compressor and zero input, E ||e'||^2 = omega ||e||^2, unless its largest error shrinks.
+    If the input is zero, an unscaled unbiased compressor turns the residual e into e' with E ||e'||^2 = omega ||e||^2.
+    With omega of 1 or more, residuals stay bounded only if ``traits.peak`` is below 1.
     """
     traits = compressor.traits
     if not traits.unbiased or traits.omega is None or traits.omega < 1:

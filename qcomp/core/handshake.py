@@ -30,7 +30,7 @@ def handshake(
 ) -> None:
     """Verify that all ranks have the same facts.
 
-    Sends 8 bytes and the facts as JSON to every other rank. The version of qcomp is always among the facts, together
+    Each rank sends 8 bytes and its facts as JSON to every other rank. The facts always include the version of qcomp,
     with a digest of the sources that decide what is exchanged, and whether the processor takes subnormal numbers for 0.
 
     Parameters
@@ -47,8 +47,8 @@ def handshake(
     Raises
     ------
     MismatchError
-        On every rank, with the same text: each fact that differs, and which ranks have which value; for a list or
-        mapping, the first entry that differs.
+        On every rank, with the same text: each fact that differs, and which ranks have which value. Of a list or
+        mapping, the text gives the first entry that differs.
 
     Examples
     --------
@@ -108,15 +108,16 @@ def _facts(text: str, rank: int) -> dict[str, object]:
 
 
 def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array) -> None:
-    """If any rank has a problem, raise it there and `MismatchError` on all others, before anything has changed.
+    """If any rank has a problem, raise it on that rank, and `MismatchError` on all ranks without one.
 
-    ``problem`` keeps this rank from continuing; ``what`` names what it cannot do, such as ``"load its state"``.
+    ``problem`` keeps this rank from continuing. ``what`` says what a rank with a problem cannot do, such as
+    ``"load its state"``.
     """
     drive(agree_stages(problem, what=what, size=comm.size, like=like), comm)
 
 
 def agree_stages(problem: Exception | None, *, what: str, size: int, like: Array) -> Stages[None]:
-    """Raise on every rank of ``size`` if any has a problem, as a generator of pure stages; see `agree`."""
+    """`agree` as a generator of pure stages, for one of ``size`` ranks."""
     own = "" if problem is None else f"{type(problem).__name__}: {problem}"
     texts = yield from gather_texts(own, size, like)
     if problem is not None:
@@ -127,7 +128,7 @@ def agree_stages(problem: Exception | None, *, what: str, size: int, like: Array
 
 
 def gather_texts(text: str, size: int, like: Array) -> Stages[list[str]]:
-    """Return the text of every rank, in rank order; sends 8 bytes and the text to every other rank."""
+    """Return the texts of all ranks, in rank order; each rank sends 8 bytes and its text to every other rank."""
     data = text.encode(errors="backslashreplace")  # saved texts and names may have lone surrogates
     arrived = yield AllGather(from_host_bytes(len(data).to_bytes(8, "little"), like), (8,) * size)
     sizes = tuple(int.from_bytes(host_bytes(part), "little") for part in arrived)

@@ -1,7 +1,8 @@
 """The hook for kernels: faster versions of the primitives, which return the same bytes.
 
-The core has no kernel of its own. `qcomp.core.primitives` asks the kernel set that was chosen for an array. If the set
-has no kernel for a compressor, dtype or library, the pure version runs, which is the definition.
+The core has no kernel of its own. `qcomp.core.primitives` calls the kernels of the set that was chosen for an array. If
+the set has no kernel for a compressor, dtype or library, the pure version of the primitive runs, which also defines the
+result.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class Encoded(NamedTuple):
     data: Array
     """The data of the payload, uint8 of shape (nbytes,)."""
     residual: Array | None
-    """The new residual, of the shape of x; None without a residual."""
+    """The new residual, of the shape of x; None if no residual was given."""
     refused: Array | None
-    """uint8 of shape (1,) on the device of x: 0, or else a value was out of range and the other fields are meaningless.
-    None if all values are known to be in range. An `Encoded` can be returned without waiting for the device."""
+    """uint8 of shape (1,) on the device of x: 0 if all values were in range; otherwise the other fields are
+    meaningless. None if all values are known to be in range. So an `Encoded` can be returned without waiting for the
+    device."""
 
 
 class Blend(NamedTuple):
@@ -40,7 +42,7 @@ class Blend(NamedTuple):
     """The momentum before this step, with the shape of the input and its compute dtype."""
     beta1: float
     scale: float
-    """Factor of the input besides 1 - beta1."""
+    """Factor of the input, in addition to 1 - beta1."""
     factor: float = 1.0
     """Factor of the momentum and of the input before they are blended."""
     weight: float = 1.0
@@ -79,14 +81,14 @@ class FreshNumbers(NamedTuple):
     betas: tuple[float, float]
     eps: float
     divisor: float
-    """The divisor of the averaged momentum, by which it was multiplied before it was compressed."""
+    """The divisor of the averaged momentum: the factor by which momenta were multiplied before compression."""
 
 
 class EncodedFrame(NamedTuple):
     """The result of compressing a chunk."""
 
     message: Array
-    """uint8 of shape (nbytes,), with the verdict that nothing was out of range."""
+    """uint8 of shape (nbytes,); it ends with the verdict that no value was out of range."""
     residuals: tuple[Array, ...]
     """The new residual of each segment; empty without feedback."""
 
@@ -94,14 +96,14 @@ class EncodedFrame(NamedTuple):
 class KernelSet(Protocol):
     """A set of kernels for the primitives of `qcomp.core.primitives`, which define every byte.
 
-    Its other methods are kernels, each with the name of the primitive that it replaces. A set may have any of them;
-    ``docs/extend/kernels.md`` lists all. A kernel gets all arguments, optional ones too. It returns None if it does not
-    serve them, for instance if arrays have different dtypes, and has then written nothing. It never gets a compressor
-    that has a coder, only the plain compressor whose payloads the coder shortens.
+    All methods but `takes` are kernels, each with the name of the primitive that it replaces. A set may have any of
+    them; ``docs/extend/kernels.md`` lists all. A kernel gets all arguments, optional ones too. If it does not support
+    them, for instance because arrays have different dtypes, it writes nothing and returns None. It never gets a
+    compressor that has a coder, only the plain compressor whose payloads the coder shortens.
 
     A set whose kernels are compiled once for all shapes has the attribute ``any_shape = True``: `qcomp.core.rehearsal`
-    then calls them before training begins. A set whose encoders obey ``factor`` and ``weight`` of a `Blend` has the
-    attribute ``weighs_blends = True``; others get only blends in which both are 1.
+    then calls them before training begins. A set whose encoders apply ``factor`` and ``weight`` of a `Blend` has the
+    attribute ``weighs_blends = True``; other sets get only blends in which both are 1.
     """
 
     name: str
@@ -114,8 +116,8 @@ class KernelSet(Protocol):
 class Coders(NamedTuple):
     """The loops of `qcomp.core.coding` over host bytes; `qcomp.core.coding.PURE` defines them.
 
-    Levels are passed and returned as 16-bit integers in little endian. Decoders raise PayloadError for bytes that no
-    encoder makes.
+    The text of each loop names its arguments and, after a colon, its results. Levels are passed and returned as 16-bit
+    integers in little endian. Decoders raise PayloadError for bytes that no encoder makes.
     """
 
     name: str
@@ -159,7 +161,7 @@ _chooser: ContextVar[Chooser | None] = ContextVar("qcomp_kernels", default=None)
 
 
 def chosen(x: Array) -> KernelSet | None:
-    """Return the set of kernels for an array, None for the pure version."""
+    """Return the chosen set of kernels for an array, None for the pure version."""
     chooser = _chooser.get() or _automatic
     return None if chooser is _pure else chooser(x)
 
@@ -173,14 +175,14 @@ def kernel_of(name: str, x: Array) -> Callable[..., Any] | None:
 def primitive(
     like: str, *, several: bool = False
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let kernels with the name of a pure function replace it; the function defines their arguments and results.
+    """Decorate a pure function, which defines arguments and results, so that kernels of the same name replace it.
 
     Parameters
     ----------
     like : str
         The argument that selects the kernel. The kernel gets all arguments; the pure function runs if it returns None.
     several : bool
-        Whether this argument is a sequence of arrays, the first of which decides.
+        Whether that argument is a sequence of arrays, of which the first selects the kernel.
     """
 
     def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -210,28 +212,28 @@ def takes_blends(kernels: KernelSet | None, blends: Iterable[Blend]) -> bool:
 def chosen_coders() -> Coders | None:
     """Return the loops for host bytes, None for the pure ones.
 
-    The choice does not depend on an array: whichever set a context uses for arrays, these are the fastest available
-    loops, unless the context uses the pure version.
+    The choice does not depend on an array. Unless the context uses the pure version, this returns the fastest available
+    loops, whichever set the context uses for arrays.
     """
     chooser = _chooser.get()
     return None if chooser is _pure else _coders(chooser is None)
 
 
 def choose_coders_with(coders: Callable[[bool], Coders | None]) -> None:
-    """Let this function choose the loops for host bytes; its argument says whether the setting applies."""
+    """Let ``coders`` choose the loops for host bytes; its argument says whether the setting for kernels applies."""
     global _coders  # noqa: PLW0603
     _coders = coders
 
 
 def choose_with(chooser: Chooser) -> None:
-    """Let this function choose the set for an array wherever no context says which to use."""
+    """Let ``chooser`` choose the set for an array wherever no context chooses."""
     global _automatic  # noqa: PLW0603
     _automatic = chooser
 
 
 @contextmanager
 def use_chooser(chooser: Chooser) -> Iterator[None]:
-    """Let this function choose the set for an array inside the context."""
+    """Let ``chooser`` choose the set for an array inside the context."""
     token = _chooser.set(chooser)
     try:
         yield
@@ -240,7 +242,7 @@ def use_chooser(chooser: Chooser) -> Iterator[None]:
 
 
 def use_kernels(kernels: KernelSet | None) -> AbstractContextManager[None]:
-    """Use a set of kernels for the arrays that it takes, or with None the pure version, inside the context."""
+    """Inside the context, use a set of kernels for the arrays that it takes; with None, use the pure version."""
     if kernels is None:
         return use_chooser(_pure)
     takes = kernels.takes

@@ -1,4 +1,4 @@
-"""Payloads: one uint8 buffer, its layout, and its serialized form outside a running job."""
+"""`Payload`, a compressed vector in one uint8 buffer; the buffer's layout; and the serialized form of payloads."""
 
 import struct
 import zlib
@@ -23,11 +23,14 @@ from qcomp.core.numeric.arrays import (
 _MAGIC = b"QCMP"
 _VERSION = 1
 _HEADER = struct.Struct("<4sBBHQQ")
-"""Magic, version, dtype, bytes of the compressor's spec, elements, bytes of data; spec, CRC-32 and data follow."""
+"""Magic, version, dtype, length of the compressor's spec, number of elements, length of the data.
+
+After the header come the spec, a CRC-32 and the data.
+"""
 _CHECKSUM = struct.Struct("<I")
 _DTYPES = ("float32", "float64")
 LONGEST_SPEC = 1000
-"""Characters of the longest spec string that is read, since spec strings arrive in files and messages, and nest."""
+"""The most characters of a spec string that is read: spec strings arrive in files and messages, and can be nested."""
 
 
 class Field(NamedTuple):
@@ -75,7 +78,7 @@ class PayloadSpec:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the buffer, of the longest one where the length varies."""
+        """Bytes of the buffer; if the length varies, of the longest buffer."""
         return self._offsets[-1]
 
     @cached_property
@@ -153,7 +156,7 @@ _maker: Callable[[str], Any] = _unknown
 
 
 def make_compressors_with(maker: Callable[[str], Any]) -> None:
-    """Let this function make the compressor of a spec string, for `Payload.from_bytes`."""
+    """Let ``maker`` make the compressor of a spec string, for `Payload.from_bytes`."""
     global _maker  # noqa: PLW0603
     _maker = maker
 
@@ -165,7 +168,7 @@ class Payload:
     Parameters
     ----------
     compressor : str
-        The spec string of the compressor that made it, such as ``"sign:bucket_size=4096,scale=l1"``.
+        The spec string of the compressor that made the payload, such as ``"sign:bucket_size=4096,scale=l1"``.
     size : int
         Number of compressed elements.
     dtype : str
@@ -199,13 +202,13 @@ class Payload:
     def to_bytes(self) -> bytes:
         """Return the payload as self-describing bytes with a checksum, for files and other transports.
 
-        A header of 24 bytes (magic, version, dtype, lengths), the compressor's spec string, a CRC-32 of
+        The bytes are a header of 24 bytes (magic, version, dtype, lengths), the compressor's spec string, a CRC-32 of
         everything else, and the data.
 
         Raises
         ------
         ValueError
-            If the spec string has more than 1000 characters, since no reader takes it.
+            If the spec string has more than 1000 characters, which `from_bytes` refuses.
         """
         if len(self.compressor) > LONGEST_SPEC:
             raise ValueError(
@@ -231,8 +234,8 @@ class Payload:
         Raises
         ------
         PayloadError
-            If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Allocates no
-            more than the bytes contain.
+            If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Wrong lengths
+            in the bytes cannot cause large allocations.
         """
         view = memoryview(blob).cast("B")
         if len(view) < _HEADER.size:

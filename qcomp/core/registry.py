@@ -1,4 +1,4 @@
-"""The registry of compressors: finds them by name or spec string, also in entry points of other packages."""
+"""Registers compressors, and finds them by name or spec string, also in entry points of other packages."""
 
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -61,8 +61,8 @@ def compressor(spec: str) -> Compressor:
     Raises
     ------
     ValueError
-        If the name or a field is unknown, a value is not one that the field takes, or the spec has more than 1000
-        characters, as given or with all options written out.
+        If the name or a field is unknown, a field does not take its value, or the spec has more than 1000 characters,
+        as given or with all options written out.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def _parse(spec: str, key: str, text: str, kind: Any) -> Any:
     elif kind in (int, float):
         with suppress(ValueError):
             value = kind(text)
-            if str(value) == text:  # as it would be written; Python also reads "1_0" and " 1"
+            if str(value) == text:  # as spec strings are written; Python also reads "1_0" and " 1"
                 return value
     else:
         return text

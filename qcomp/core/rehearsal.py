@@ -1,4 +1,4 @@
-"""Compiles kernels before training begins, not in the middle of it."""
+"""`rehearse`: compiles kernels before training begins, not in the middle of it."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -20,9 +20,9 @@ _STEP = StepNumbers(rate=0.0, correction=1.0, eps=1.0, weight_decay=0.0)
 def rehearse(compressors: Iterable[Compressor], like: Array, *, steps: bool, low_rank: bool = False) -> None:
     """Call every primitive once, so that its kernel is compiled, or read from a cache.
 
-    It does nothing without kernels, or if every shape compiles its own kernels. It skips compressors of other packages:
-    qcomp has no kernels for them, and they may not expect this artificial vector. ``like`` gives the library, the
-    device and the dtype of the vectors that will be compressed, ``steps`` says whether there will be steps of an
+    This does nothing without kernels, or if kernels are compiled anew for each shape. It skips compressors of other
+    packages: qcomp has no kernels for them, and they may not expect this artificial vector. ``like`` gives the library,
+    the device and the dtype of the vectors that will be compressed, ``steps`` says whether there will be steps of an
     optimizer, and ``low_rank`` whether matrices will be approximated by factors.
     """
     if not getattr(chosen(like), "any_shape", False):
@@ -52,7 +52,7 @@ def _is_ours(compressor: Compressor) -> bool:
 
 
 def _exchange(compressor: Compressor, x: Array) -> None:
-    """Compress and average, with feedback and without, from a gradient and from a mean."""
+    """Compress and average a vector, with feedback and without, as gradients and means are compressed."""
     values = to_compute_dtype(x)
     residual, key = array_namespace(values).zeros_like(values), Key()
     data = [
@@ -64,7 +64,7 @@ def _exchange(compressor: Compressor, x: Array) -> None:
     payloads = [compressor.payload(values, each) for each in data]
     primitives.compress_mean(compressor, payloads, values, residual, key)
     primitives.average(compressor, payloads, values)
-    if compressor.traits.lossless:  # a rank that is alone only checks its values
+    if compressor.traits.lossless:  # a single rank only checks its values
         primitives.in_range(values)
         primitives.compensate(values, None, what="a rehearsal")
 

@@ -14,7 +14,7 @@ _BETWEEN = {
     "torch",
     "transformers",
 }
-"""The libraries between a script and qcomp: a warning at their lines would tell nobody what to change."""
+"""Libraries that call qcomp for scripts: a warning at a line of theirs would tell nobody what to change."""
 _PACKAGE = __file__[: -len("core/reporting.py")]
 """The folder of the package, with a separator at its end; importing pathlib would slow down `import qcomp`."""
 
@@ -36,9 +36,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost calling line of a script: outside qcomp, and the libraries that call it for scripts.
+    """Warn at the innermost calling line of a script, which is outside qcomp and the libraries that call it.
 
-    If there is none, as in a thread of a library, warn at the innermost line outside qcomp.
+    If there is no such line, as in a thread of a library, warn at the innermost line outside qcomp.
     """
     level, outside, frame = 1, 0, inspect.currentframe()
     while frame is not None:

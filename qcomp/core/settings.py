@@ -1,4 +1,4 @@
-"""Conversion of a dataclass's numbers to Python's own, and a check of their types."""
+"""`plain_numbers`: converts a dataclass's numbers to Python's own, and checks their types."""
 
 from dataclasses import fields
 from numbers import Integral, Real
@@ -16,9 +16,9 @@ _EXPECTED: dict[Any, str] = {
 def plain_numbers(settings: Any) -> None:
     """Replace the numbers of a frozen dataclass by Python's own; raise TypeError if a number field holds anything else.
 
-    A NumPy scalar of float64 would make float32 arrays float64. And it equals a number of Python, so a cache would
-    return the results for one where the other is given. The class that introduces a field says what it may hold: a
-    derived class that writes ``learning_rate: float = 0.1`` sets another default, and still takes schedules.
+    A NumPy scalar of float64 would make float32 arrays float64. And it equals a Python number, so a cache would return
+    the results for one of them when the other is given. The class that introduces a field determines its type: a
+    derived class that writes ``learning_rate: float = 0.1`` sets another default, but its field still takes schedules.
     """
     for field in fields(settings):
         given, kind = getattr(settings, field.name), _introduced_as(type(settings), field.name)
@@ -33,7 +33,7 @@ def plain_numbers(settings: Any) -> None:
 
 
 def _introduced_as(kind: type, name: str) -> Any:
-    """Return the type of a field in the first class that has it."""
+    """Return the type of a field in the base class that introduces it."""
     classes = (vars(each).get("__dataclass_fields__", {}) for each in reversed(kind.__mro__))
     return next(declared[name].type for declared in classes if name in declared)
 

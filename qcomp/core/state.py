@@ -1,4 +1,4 @@
-"""The explicit state of an optimizer."""
+"""`OptimizerState`: the explicit state of an optimizer between two steps."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from qcomp.core.numeric.arrays import Array
 
 
 class OptimizerState(NamedTuple):
-    """The state of an optimizer between two steps, equal on all ranks except arrays of one rank, such as residuals.
+    """The state of an optimizer between two steps, equal on all ranks except for each rank's own arrays.
 
     Parameters
     ----------
@@ -26,8 +26,7 @@ class OptimizerState(NamedTuple):
     momentum : tuple of arrays
         The momentum of each parameter; empty if the optimizer keeps none.
     variance : tuple of arrays
-        Adam's second moment of each parameter; in the compressed stage, the constant, bias-corrected moment from the
-        freeze.
+        Adam's second moment of each parameter; in the compressed stage, the bias-corrected moment as it was frozen.
     exchange : MeanState
         The residuals of the compressed tensors.
     history : tuple of float
@@ -35,7 +34,7 @@ class OptimizerState(NamedTuple):
     skipped : int
         Steps skipped because a value was not finite.
     arrays : mapping of str to tuple of arrays
-        Further arrays by kind: one for each parameter, of size 0 if there is nothing to keep.
+        Further arrays by kind, with one array for each parameter; it has size 0 if there is nothing to keep.
     numbers : mapping of str to float
         Further numbers by name, the same on all ranks.
     compressors : tuple of Compressor
@@ -43,7 +42,7 @@ class OptimizerState(NamedTuple):
     stream : int
         ``Key.tensor`` of this optimizer's keys, so that two optimizers have different random draws.
     number : int
-        The number of this optimizer among all that started over the same communicator; it is not saved.
+        The number of this optimizer among those that started over the same communicator; it is not saved.
     """
 
     step: int

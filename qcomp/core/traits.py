@@ -1,4 +1,4 @@
-"""The part of a compressor that the primitives use: its promises, its encoding, and the coder of its payloads."""
+"""`Traits`, the promises of a compressor, and the protocols for the parts of compressors that the primitives use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,18 +14,16 @@ class Traits:
     """The promises of a compressor C for every finite input v.
 
     The bounds ``omega`` and ``delta`` hold up to an error of 2^-119 in each element, since a scale below 2^-126 becomes
-    zero, and an element may be up to 128 times a scale.
-
-    `qcomp.testing.check_compressor` tests each of them.
+    zero, and an element may be up to 128 times a scale. `qcomp.testing.check_compressor` tests each promise.
 
     Parameters
     ----------
     bucket_size : int
-        Cutting the vector at multiples of this does not change the result; 1 if elements are independent.
+        Cutting the vector at multiples of this size does not change the result; 1 if elements are independent.
     random : bool
         Whether C draws random numbers, and so needs a key.
     unbiased : bool
-        E C(v) = v, up to 2**-17 of a level, the resolution of 16-bit draws.
+        E C(v) = v, up to 2^-17 of a level, the resolution of 16-bit draws.
     omega : float or None
         With ``unbiased``: E ||C(v) - v||^2 <= omega ||v||^2.
     delta : float or None
@@ -35,7 +33,7 @@ class Traits:
     keeps_zero : bool
         An element that is 0 stays 0.
     kept : int or None
-        The most elements of a bucket that differ from 0.
+        The largest number of elements of a decompressed bucket that differ from 0.
     peak : float or None
         In every bucket max |C(v) - v| <= peak max |v|, whatever the draws. Below 1, the residual of error feedback
         stays bounded: with gradients up to g it is at most peak / (1 - peak) g.
@@ -57,7 +55,7 @@ class Coder(Protocol):
 
     @property
     def plain(self) -> "AnyCompressor":
-        """The compressor with the same results whose payloads are shortened."""
+        """The compressor whose payloads are shortened, and which has the same results."""
         ...
 
     def around(self, plain: "AnyCompressor") -> "Coder":
@@ -74,7 +72,7 @@ class Coder(Protocol):
 
 
 class AnyCompressor(Protocol):
-    """The part of `qcomp.Compressor` that primitives and kernels use; see there."""
+    """The part of `qcomp.Compressor` that primitives and kernels use."""
 
     def __hash__(self) -> int: ...
 

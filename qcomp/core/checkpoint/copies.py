@@ -21,11 +21,11 @@ _AGREED = re.compile(_GENERATION + r"\.agreed")
 
 
 class Generation(NamedTuple):
-    """The parts that all ranks kept after the same step; the greatest generation is the newest."""
+    """The parts that all ranks kept after one step. Generations are ordered by step: the greatest is the newest."""
 
     step: int
     life: str
-    """Drawn anew whenever the ranks start, so that parts of the same step from different runs are never mixed."""
+    """A random name, drawn whenever the ranks start, so that parts of different runs are never mixed."""
     size: int
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Generation(NamedTuple):
 
     @property
     def agreed(self) -> str:
-        """The name of the file that records that all ranks kept their parts."""
+        """The name of the file that shows that all ranks kept their parts."""
         return f"{self}.agreed"
 
 
@@ -87,8 +87,8 @@ def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[
 
     ``listings`` holds the file names in each rank's folder; ranks may share a folder. A route may begin and end on the
     same rank. In a world of the same size, each rank gets its own part; otherwise every part goes to some rank, and
-    every rank gets at least one. None if the ranks never kept a generation together. Raises FileNotFoundError if all
-    ranks once kept their parts, but no generation is complete any more.
+    every rank gets at least one. The result is None if all ranks together never kept a generation. Raises
+    FileNotFoundError if they did, but no generation is complete any more.
     """
     held: dict[Generation, dict[int, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     agreed = set()
@@ -113,7 +113,7 @@ def newest_whole(listings: Sequence[Collection[str]]) -> tuple[Generation, list[
 
 
 def survives(listings: Sequence[Collection[str]], hosts: Sequence[str], generation: Generation) -> bool:
-    """Return whether a generation survives the loss of any one node; with a single node, always True."""
+    """Return whether a generation survives the loss of any one node; with a single node, return True."""
     nodes = defaultdict(set)
     for host, names in zip(hosts, listings, strict=True):
         for name in names:
@@ -141,7 +141,7 @@ def digest_of(name: str, data: Any) -> bytes:
 
 
 def intact(name: str, content: bytes) -> bytes | None:
-    """Return the data of a file that ends with their digest; None if they are damaged or belong to another name."""
+    """Return the data of a file without the digest at its end; None if they are damaged, or of another file."""
     data, digest = memoryview(content)[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return bytes(data) if digest == digest_of(name, data) else None
 
@@ -149,10 +149,10 @@ def intact(name: str, content: bytes) -> bytes | None:
 def carry_stages(
     routes: Sequence[tuple[int, int, int]], held: Mapping[int, Any], *, rank: int, size: int, like: Array
 ) -> Stages[dict[int, bytearray]]:
-    """Send buffers between ranks in pieces, all routes in parallel, and return those that this rank receives.
+    """Send buffers between ranks in pieces, all routes in parallel, and return the buffers that this rank receives.
 
-    A route is the source, the destination and the number of bytes of a buffer; all ranks pass the same routes. The
-    index of its route identifies a buffer. ``like`` gives the library and the device of the exchanged buffers.
+    A route is the source, the destination and the number of bytes of a buffer. All ranks pass the same routes. A buffer
+    is identified by the index of its route. ``like`` gives the library and the device of the exchanged buffers.
     """
     outgoing: list[list[int]] = [[] for _ in range(size)]
     incoming: list[list[int]] = [[] for _ in range(size)]

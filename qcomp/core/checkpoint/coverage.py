@@ -1,4 +1,4 @@
-"""Checks that parts cover a tensor equally often, or are disjoint: pure integers."""
+"""Checks, from their first and last elements, that parts cover a tensor equally often, or are disjoint."""
 
 from collections import Counter
 from collections.abc import Sequence

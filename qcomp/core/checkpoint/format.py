@@ -1,4 +1,4 @@
-"""Optimizer state as a flat dict of named arrays and scalars, for any file format."""
+"""Converts an optimizer's state to and from a flat dict of named arrays and scalars, for any file format."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ _KINDS: Mapping[str, Kind] = {
     TOPOLOGY: Text(),
     DIGESTS: Text(),
 }
-"""The accepted values of all entries except arrays and numbers of an optimizer; the last three may be absent."""
+"""The accepted values of all entries except an optimizer's arrays and numbers. The last three may be missing."""
 
 WORKER, SERVER = CompressedMean.kinds
 """Kinds of arrays that belong to one rank in every optimizer."""
@@ -105,7 +105,7 @@ def to_arrays(saved: Mapping[str, Any], like: Array) -> dict[str, Array]:
 
 
 def read_scalars(saved: Any) -> dict[str, Any]:
-    """Return the entries of a saved dict that are not arrays, in their own types, whatever format they were saved in.
+    """Return the entries of a saved dict that are not arrays, in their original types, whatever the file format.
 
     Raises ValueError if ``saved`` is not such a dict, lacks an entry, or has a value that no optimizer saves.
     """
@@ -138,12 +138,12 @@ def read_arrays(saved: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def sealed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict with the digests of its entries, which stay valid in any file format."""
+    """Add the digests of a dict's entries, which stay valid in any file format."""
     return {**entries, DIGESTS: json.dumps(_digests(entries))}
 
 
 def require_intact(entries: Mapping[str, Any]) -> None:
-    """Raise ValueError if entries, in their own types, differ from their digests; dicts without digests pass."""
+    """Raise ValueError if entries, in their original types, differ from their digests; dicts without digests pass."""
     if DIGESTS not in entries:
         return
     now = _digests(entries)
@@ -162,7 +162,7 @@ def require_intact(entries: Mapping[str, Any]) -> None:
 def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> dict[str, Any]:
     """Return a dict with the parameters renamed; digests that were valid stay valid.
 
-    ``name_now`` returns the new name, or None if no parameter has the old one.
+    ``name_now`` returns the new name, or None if no parameter has the old name.
     """
 
     def key_now(key: Any) -> Any:
@@ -192,7 +192,7 @@ def replaced(saved: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def _changed(digests: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return the text of the digests after a change; return anything else unchanged, for `require_intact` to report."""
+    """Return the text of the digests after a change; return invalid text unchanged, for `require_intact` to report."""
     try:
         return json.dumps(change(dict(from_json(digests))))
     except (AttributeError, TypeError, ValueError):
@@ -200,7 +200,7 @@ def _changed(digests: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -
 
 
 def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digest of each entry but `DIGESTS`; equal entries have equal digests in all libraries and formats."""
+    """Return the digest of each entry but `DIGESTS`; equal entries have equal digests in every library and format."""
     return {key: _digest_of(key, entries[key]) for key in sorted(entries) if key != DIGESTS}
 
 
@@ -220,12 +220,12 @@ def from_state_dict(
     mean: CompressedMean,
     limits: Callable[[OptimizerState], Mapping[str, Number]],
 ) -> OptimizerState:
-    """Return the state in a dict, in the form that ``begin`` returns for the dict's step and stage.
+    """Return the state that is in a dict, with the arrays and numbers of the state from ``begin``.
 
-    ``saved`` joins this rank's results of `read_scalars` and `read_arrays`. ``begin`` returns a state with the arrays
-    that the dict must have. ``limits`` returns the accepted values of a state's numbers, by name; a number without
-    limits must be finite if it is finite in the state from ``begin``. Raises ValueError if the dict belongs to another
-    model, or has a number that is not accepted.
+    ``saved`` joins this rank's results of `read_scalars` and `read_arrays`. ``begin`` takes the dict's step and stage,
+    and returns a state with the arrays that the dict must have. ``limits`` returns the accepted values of a state's
+    numbers, by name; a number without limits must be finite if it is finite in the state from ``begin``. Raises
+    ValueError if the dict belongs to another model, or has a number that is not accepted.
     """
     template = begin(saved["step"], saved["stage"])
     expected = dict(named_arrays(template, mean))
@@ -259,7 +259,7 @@ def from_state_dict(
 
 
 def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[str, Array]]:
-    """Yield the arrays of a state with their keys; parts of tensors are named by tensor and offset."""
+    """Yield the arrays of a state with their keys; a part of a tensor is named by the tensor and its first element."""
     starts = dict(zip(state.names, mean.starts(state.rank), strict=False))
     places = [f"{name}@{start}" for name, start in starts.items()] if starts else state.names
     yield from zip((f"momentum.{place}" for place in places), state.momentum, strict=False)
@@ -279,7 +279,7 @@ def named_arrays(state: OptimizerState, mean: CompressedMean) -> Iterator[tuple[
 
 
 def owned_keys(state: OptimizerState, mean: CompressedMean) -> tuple[str, ...]:
-    """Return the keys of the arrays that exist once in the world, each on some rank; the same on all ranks."""
+    """Return the keys of the arrays that only the owners of tensors have; the keys are the same on all ranks."""
     return tuple(
         f"{kind}.{name}@0"
         for kind in mean.owned_kinds
@@ -289,12 +289,12 @@ def owned_keys(state: OptimizerState, mean: CompressedMean) -> tuple[str, ...]:
 
 
 def array_keys(saved: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the arrays in a saved dict, also after `to_arrays`."""
+    """Return the keys of the arrays in a saved dict, even in one from `to_arrays`."""
     return [key for key in saved if key not in _KINDS and not key.startswith(NUMBER)]
 
 
 def require_keys(present: Any, expected: Any) -> None:
-    """Raise ValueError unless a dict has the expected keys besides its scalars."""
+    """Raise ValueError unless a dict has exactly the expected keys besides its scalars."""
     present = {key for key in present if key not in _KINDS}
     if present != set(expected):
         missing, unknown = sorted(set(expected) - present), sorted(present - set(expected))
@@ -308,7 +308,7 @@ def require_keys(present: Any, expected: Any) -> None:
 
 
 def require_fit(shape: Any, dtype: Any, like: Array, key: str) -> None:
-    """Raise ValueError unless a saved array has the shape and dtype of another."""
+    """Raise ValueError unless a saved array has the shape and the dtype of ``like``."""
     if tuple(shape) != tuple(like.shape):
         raise ValueError(f"the state has {key} of shape {tuple(shape)}; expected {tuple(like.shape)}")
     require_dtype(dtype, like, key)
@@ -318,8 +318,7 @@ def require_sizes(saved: Mapping[str, Any], sizes: Iterable[int], template: Iter
     """Raise ValueError if a saved array is larger than any valid one, before its bytes are read.
 
     ``sizes`` holds the number of elements of each parameter. A state of another world may have other arrays than
-    ``template``, but none larger than the largest array of ``template`` or than all parameters together, whichever is
-    larger.
+    ``template``. But each is at most as large as the largest array of ``template``, or as all parameters together.
     """
     most = max(sum(sizes), *(math.prod(like.shape) for like in template), 0)
     for key, value in saved.items():
@@ -330,7 +329,7 @@ def require_sizes(saved: Mapping[str, Any], sizes: Iterable[int], template: Iter
 
 
 def require_dtype(dtype: Any, like: Array, key: str) -> None:
-    """Raise ValueError unless a saved array has the dtype of another."""
+    """Raise ValueError unless a saved array has the dtype of ``like``."""
     if dtype_name(dtype) != dtype_name(like.dtype):
         raise ValueError(f"the state has {key} of dtype {dtype}; expected {like.dtype}")
 

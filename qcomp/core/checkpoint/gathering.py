@@ -1,4 +1,4 @@
-"""Saved dicts of several ranks: sending all to one rank, as pure stages, and joining them in one dict."""
+"""Sends the saved dicts of all ranks to one rank, and selects what a rank loads from a dict of them."""
 
 import json
 import math
@@ -21,17 +21,17 @@ def of_rank(rank: int, size: int) -> str:
 
 
 def rank_of(key: Any) -> tuple[int, int] | None:
-    """Return the rank and the number of ranks in a key of `of_rank`, None for another."""
+    """Return the rank and the number of ranks in a key of `of_rank`; None for other keys."""
     found = _OF_RANK.fullmatch(str(key))
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def states_in(saved: Any, rank: int, size: int) -> Any:
-    """Return the states to load from a dict of states of ranks under keys of `of_rank`, or from a list of such dicts.
+    """Return the states to load from a dict of ranks' states under keys of `of_rank`, or from a list of such dicts.
 
-    If the dict has a state of this rank, return that. If its only state is that of another rank of ``size``, return it,
-    since it may fit every rank. Otherwise return a list of all states. Any other object is returned unchanged. The
-    values of a dict are tuples with one state.
+    If the dict has a state of this rank, return it. If its only state is of another rank of ``size``, return that
+    state, since it may fit every rank. Otherwise return a list of all states. The values of the dict are tuples with
+    one state. Objects that are not such dicts are returned unchanged.
     """
     if isinstance(saved, Sequence) and not isinstance(saved, str | bytes):
         of_each = [states_in(one, 0, 0) for one in saved]
@@ -39,7 +39,7 @@ def states_in(saved: Any, rank: int, size: int) -> Any:
     if not isinstance(saved, Mapping) or not all(map(rank_of, saved)):
         return saved
     if not all(isinstance(value, list | tuple) and len(value) == 1 for value in saved.values()):
-        return saved  # which loading refuses on every rank
+        return saved  # loading refuses it on every rank
     states = {rank_of(key): value[0] for key, value in saved.items()}
     if (rank, size) in states:
         return states[rank, size]
@@ -50,7 +50,7 @@ def states_in(saved: Any, rank: int, size: int) -> Any:
 def gather_dicts(
     own: Mapping[str, Any], *, rank: int, size: int, like: Array, root: int = 0
 ) -> Stages[list[dict[str, Any]]]:
-    """Return the dicts of all ranks on the root, in rank order, and nothing on the others.
+    """Return the dicts of all ranks, in rank order, on the root, and an empty list on the other ranks.
 
     ``like`` gives the library and the device of the exchanged buffers, and of the arrays on the root.
     """

@@ -1,4 +1,4 @@
-"""Descriptions of saved dicts, which the ranks exchange before they resume in another world.
+"""`Manifest`: the description of a saved dict, which ranks exchange before they resume in another world.
 
 A dict fits every rank if it has no arrays that only its own rank has.
 """
@@ -32,7 +32,7 @@ CURES = (
 _RESIDUALS = (WORKER, SERVER)
 
 _NAMED = 8
-"""The most ranks in a message."""
+"""The most ranks that a message names."""
 
 _LONGEST = 100
 """The most characters of a stage in a message; a stage may name many fragments that are under way."""
@@ -107,9 +107,9 @@ class Manifest(NamedTuple):
 
 
 def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
-    """Return the facts of a rank's dicts, or a text that describes what is wrong with them.
+    """Return the facts about a rank's dicts, or a text that says what is wrong with them.
 
-    ``accept`` raises for a dict that is not acceptable.
+    ``accept`` raises an error if a dict is not acceptable.
     """
     facts = []
     try:
@@ -123,16 +123,17 @@ def facts_of(saved: Any, accept: Callable[[Mapping[str, Any]], None]) -> Any:
 
 
 def require_no_problem(told: Sequence[Any]) -> None:
-    """Raise ValueError, with the same text on all ranks, if any rank has reported a problem, as a text."""
+    """Raise ValueError, with the same text on all ranks, if any rank has sent a text, which reports a problem."""
     problems = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if isinstance(text, str)]
     if problems:
         raise ValueError("; ".join(problems))
 
 
 def holders(held: Sequence[Any]) -> tuple[dict[int, int], int]:
-    """Return the new rank that contributes the dict of each old rank, and the number of old ranks.
+    """Return, for each old rank, the new rank that contributes its dict, and the number of old ranks.
 
-    An old rank whose dict no rank has is not among the keys. ``held`` holds the facts of every new rank.
+    If no rank has the dict of an old rank, that old rank is not among the keys. ``held`` holds the facts about every
+    new rank's dicts.
     """
     require_no_problem(held)
     dicts = [(new, *fact) for new, facts in enumerate(held) for fact in facts]
@@ -183,7 +184,7 @@ def _told(fact: Sequence[Any]) -> str:
 
 
 def describe(scalars: Mapping[str, Any], found: Mapping[str, Array], own_kinds: Sequence[str]) -> Manifest:
-    """Describe a dict: entries that must be equal in all dicts by value or digest, the others by shape."""
+    """Describe a dict: entries that must be equal in all dicts by value or digest, other arrays by shape."""
     told = {
         key: value
         for key, value in scalars.items()
@@ -214,7 +215,7 @@ def require_agreement(manifests: Mapping[int, Manifest], owned_kinds: Sequence[s
 
 
 def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, str]:
-    """Return the entries that must be equal in all dicts, as text: NaN is not equal to itself.
+    """Return the entries that must be equal in all dicts, as text, since NaN is not equal to itself.
 
     Arrays that belong to one rank are described by their shapes, since their digests are empty.
     """
@@ -226,7 +227,7 @@ def shared_entries(manifest: Manifest, owned_kinds: Sequence[str]) -> dict[str, 
 def own_kinds_in(replica: Described, saved: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the kinds of arrays in a saved state that only its rank has, sorted; none if the state fits every rank.
 
-    ``saved`` must hold its numbers and texts as Python objects; its arrays may be anything, as only their keys count.
+    ``saved`` must hold its numbers and texts as Python objects. Its arrays are not read, so they may be any objects.
     """
     present = {kind_of(key) for key in array_keys(saved)}
     return tuple(sorted(present.intersection(replica.differing_kinds(saved))))

@@ -1,4 +1,4 @@
-"""Checks, with the same outcome on all ranks, that the dicts of an old world can be merged in a new one."""
+"""`require_mergeable`: checks, with the same result on all ranks, that an old world's dicts can be merged."""
 
 import math
 from collections import Counter
@@ -71,9 +71,9 @@ def require_mergeable(
 
 
 def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -> None:
-    """Raise ValueError, on all ranks, unless each array that exists once is in one dict, with its size and dtype.
+    """Raise ValueError, on all ranks, unless each owner's array is in one dict, with the right size and dtype.
 
-    If some of the ``size`` dicts are missing, so may be some of these arrays.
+    If some of the ``size`` dicts are missing, some of these arrays may be missing too.
     """
     owned = [
         entry for manifest in manifests.values() for entry in manifest.of_kinds(*world.owned_kinds).items()
@@ -95,7 +95,7 @@ def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -
 
 
 def _require_columns(manifests: Mapping[int, Manifest], world: World) -> None:
-    """Raise ValueError, on all ranks alike, unless all parts of a tensor are columns of one matrix."""
+    """Raise the same ValueError on all ranks unless all parts of a tensor are columns of one matrix."""
     rows: dict[str, int] = {}
     for manifest in manifests.values():
         for key, entry in manifest.of_kinds(WORKER, SERVER, *world.part_kinds).items():
@@ -110,7 +110,7 @@ def _require_columns(manifests: Mapping[int, Manifest], world: World) -> None:
 
 
 def _require_parts(manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World) -> None:
-    """Raise ValueError, on all ranks alike, unless the dicts have all parts of the tensors, of the right dtype."""
+    """Raise the same ValueError on all ranks unless the dicts have all parts of the tensors, with the right dtype."""
     here = {(kind_of(key), world.place(key)[0]): like for key, like in template.items()}
     kept = dict(zip(world.fresh.names, world.fresh.exact, strict=True))
     found: dict[tuple[str, str], set[Part]] = {

@@ -1,4 +1,4 @@
-"""Resuming a saved state on another number of ranks, each of which may have only a part of the state."""
+"""`regroup`: resumes a saved state on another number of ranks, each of which may have only a part of it."""
 
 import json
 import math
@@ -47,19 +47,24 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
     In a world like the old one, every rank gets the dict with its own number, unchanged. If the worlds differ only in
     the servers of some chunks, as with and without ``tensorwise``, server residuals go to the new servers, unchanged.
-    In any other world, every worker residual becomes mean_i e_i + e_s of the old world, and server residuals become
-    zero. Arrays of the optimizer's own kinds become their means, arrays that exist once in the world go to their new
-    owners, and everything else, which must be equal in all dicts, stays the same. A server that is not a worker for its
-    chunk, as around a ring, gets 1/N of that worker residual: the share that it would have contributed to the mean as a
-    worker. Parts of tensors that are cut into shards go to the ranks that hold them now, unchanged. Where arrays of old
-    ranks are lost, the total lacks their residuals, the optimizer's own kinds are means over the other ranks, and
-    arrays that exist once begin at zero. If a dict is missing, its rank still counts among the old ranks, so no
-    residual counts more than once; in a hierarchy, where ranks of a node share residuals, a part is lost.
+    In any other world:
+
+    - Worker residuals become mean_i e_i + e_s of the old world, and server residuals zero. A server that is not a
+      worker for its chunk, as around a ring, gets 1/N of that worker residual: the share that it would have contributed
+      to the mean as a worker.
+    - Arrays of the optimizer's own kinds become their means over the old ranks.
+    - Arrays that only the owner of a tensor has go to the new owners, unchanged.
+    - Parts of tensors that are cut into shards go to the ranks that hold them now, unchanged.
+    - Everything else, which must be equal in all dicts, stays the same.
+
+    If arrays of old ranks are lost, their residuals are missing in the total, the optimizer's own kinds are means over
+    the other ranks, and lost arrays of owners begin at zero. If a dict is missing, its rank still counts among the old
+    ranks, so no residual counts more than once. In a hierarchy, where ranks of a node share residuals, a part is lost.
 
     The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
-    of `CompressedMean` continues to hold. Each rank sends the facts of its dicts as text, and 2 (N - 1) / N * 32 bits
-    per averaged element. If a rank has no dict to contribute, one rank sends the entries that are equal in all dicts to
-    all ranks.
+    of `CompressedMean` continues to hold. Each rank sends the facts about its dicts as text, and 2 (N - 1) / N * 32
+    bits per averaged element. If some rank has no dict to contribute, another rank sends all ranks the entries that are
+    equal in all dicts.
 
     All ranks together must have all dicts, unless the old ranks had no arrays of their own. If several ranks have
     copies of a dict, one of them is used. Raises ValueError on every rank, with the same text, if dicts are missing,
@@ -72,7 +77,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
             f"saved comes from another number of ranks; expected {world.size} instead of {size}: some arrays of a "
             f"{type(world.replica).__name__} state fit only the number of ranks that saved them"
         )
-    _, _, step, stage = next(chain.from_iterable(facts))  # the same in all
+    _, _, step, stage = next(chain.from_iterable(facts))  # the same in all facts
     template = world.template(step, stage)
     intact: dict[int, Saved] = {}
     mine: dict[int, Saved] = {}
@@ -126,14 +131,14 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
         arrays = yield from _merge(mine, by, manifests, template, world, covered=covered, averaged=averaged)
         skipped = max(
             manifest.scalars["skipped"] for manifest in manifests.values()
-        )  # a rank may skip a step that others make
+        )  # a rank may have skipped steps that others made
         scalars = {**manifests[min(by)].scalars, "skipped": skipped}
-    require_no_problem((yield from _told(_damage(intact), world)))  # last, since other messages say more
+    require_no_problem((yield from _told(_damage(intact), world)))  # last, since the other errors say more
     return {"schema": SCHEMA, **scalars, "rank": world.rank, "size": world.size, **arrays}
 
 
 def _told(own: Any, world: World) -> Stages[list[Any]]:
-    """Exchange a value that JSON can hold; return the value of every rank."""
+    """Exchange a value that JSON can represent; return the values of all ranks."""
     texts = yield from gather_texts(json.dumps(own), world.size, world.like)
     return [json.loads(text) for text in texts]
 
@@ -149,7 +154,7 @@ def _damage(saved: Mapping[int, Saved]) -> str | None:
 
 
 def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
-    """Return whether a dict has exactly the arrays of a rank in this world."""
+    """Return whether a dict has exactly the arrays of ``template``, in keys and shapes."""
     return {key: entry.shape for key, entry in manifest.arrays.items()} == {
         key: tuple(like.shape) for key, like in template.items()
     }
@@ -158,7 +163,7 @@ def _fits(manifest: Manifest, template: Mapping[str, Array]) -> bool:
 def _only_servers_move(
     manifests: Mapping[int, Manifest], template: Mapping[str, Array], world: World, *, whole: bool
 ) -> Stages[bool]:
-    """Return whether the dicts have the arrays of this world, and only the servers of some elements differ.
+    """Return whether the dicts have the arrays that this world needs, and differ only in the servers of elements.
 
     ``whole`` says whether there is a dict of each rank of this world.
     """
@@ -195,7 +200,7 @@ def _served_once(lengths: Iterable[tuple[str, int]], world: World) -> set[str] |
                 return None
             served.setdefault(name, []).append((start, start + length))
         counts = {coverage(parts, world.sizes[name], name) for name, parts in served.items()}
-    except ValueError:  # merging reports it, on all ranks alike
+    except ValueError:  # merging reports it, on all ranks
         return None
     return set(served) if counts <= {1} else None
 
@@ -209,7 +214,7 @@ def _parts(
     *,
     kinds: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return this rank's parts of tensors in the new world; a part that several dicts hold is sent once."""
+    """Return the parts of tensors that this rank has in the new world; a part in several dicts is sent once."""
     found = {key: like for key, like in template.items() if kind_of(key) in kinds}
     held: dict[tuple[str, str], dict[tuple[PartOfTensor, int], tuple[int, str, ArrayEntry]]] = {}
     for old, manifest in manifests.items():
@@ -228,14 +233,14 @@ def _parts(
             own = world.place(key)
             if (kind_of(key), own.name) == (kind, name) and like.shape[0]:
                 part = columns(whole, own.rows, own.start, own.start + like.shape[0])
-                found[key] = array_namespace(part).asarray(part, copy=True)  # a view would keep the whole
+                found[key] = array_namespace(part).asarray(part, copy=True)  # a view would keep `whole`
     return found
 
 
 def _hand_over(
     mine: Mapping[int, Saved], by: Mapping[int, int], manifests: Mapping[int, Manifest], world: World
 ) -> Stages[dict[str, Array]]:
-    """Return the arrays of the dict with this rank's number, which another rank may hold."""
+    """Return the arrays of this rank's dict, which another rank may hold."""
     if all(old == new for old, new in by.items()):
         return {key: mine[world.rank][key] for key in manifests[world.rank].arrays}
     messages = {
@@ -254,7 +259,7 @@ def _hand_over(
 def _warn_of_merging(
     differing: Sequence[str], averaged: Sequence[str], by: Mapping[int, int], size: int, world: World
 ) -> None:
-    """If ranks had arrays of their own, warn that they resume in another world, and say what is lost."""
+    """Warn, if ranks had arrays of their own, that they resume in another world, and say what is lost."""
     if not differing:
         return
     if not world.lost and len(by) == size:
@@ -288,9 +293,10 @@ def _merge(
     covered: Mapping[str, int],
     averaged: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return the initial arrays of this rank in a different world.
+    """Return this rank's first arrays in a world unlike the old one.
 
-    ``covered`` is from `require_mergeable`. Every rank gets the mean over the old ranks of the kinds in ``averaged``.
+    ``covered`` is from `require_mergeable`. Every rank gets the means over the old ranks of arrays whose kinds are in
+    ``averaged``.
     """
     arrays = yield from _unmerged(mine, by, manifests, template, world, averaged=averaged)
 
@@ -340,13 +346,13 @@ def _unmerged(
     *,
     averaged: Sequence[str],
 ) -> Stages[dict[str, Array]]:
-    """Return the arrays that need no arithmetic: arrays that are equal in all dicts, and arrays that exist once."""
+    """Return the arrays that need no arithmetic: arrays that are equal in all dicts, and arrays of owners."""
     first = min(by)
     apart = (WORKER, SERVER, *averaged, *world.owned_kinds, *world.part_kinds)
     arrays = yield from _parts(mine, by, manifests, template, world, kinds=world.part_kinds)
     for key in world.owned:  # one at a time, so that no rank needs memory for the arrays of all others
         if key in template:
-            arrays[key] = template[key]  # zeros, where the dict with it is missing
+            arrays[key] = template[key]  # zeros, which stay if the dict with this array is missing
         for old in [old for old, manifest in manifests.items() if key in manifest.arrays]:
             found = yield from _from_one(by[old], mine.get(old), key, manifests[old].arrays[key], world)
             if key in template:
@@ -360,7 +366,7 @@ def _unmerged(
 
 
 def _from_one(holder: int, saved: Saved | None, key: str, entry: ArrayEntry, world: World) -> Stages[Array]:
-    """Return an array of a dict that one rank holds, and sends to all; ``saved`` is None on the others."""
+    """Return an array of a dict that one rank holds and sends to all ranks; ``saved`` is None on the other ranks."""
     send = _nothing(world) if saved is None else _bytes(saved[key], world)
     sizes = [0] * world.size
     sizes[holder] = entry.nbytes
@@ -369,7 +375,7 @@ def _from_one(holder: int, saved: Saved | None, key: str, entry: ArrayEntry, wor
 
 
 def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Array]]:
-    """Return the exact means over the new ranks."""
+    """Return the exact means of the shares over the new ranks."""
     filled = {key: share for key, share in shares.items() if share.shape[0]}
     if not filled:
         return {**shares}
@@ -381,7 +387,7 @@ def _averaged(shares: Mapping[str, Array], world: World) -> Stages[dict[str, Arr
 def _share(
     mine: Mapping[int, Saved], name: str, count: int, template: Mapping[str, Array], world: World
 ) -> Array:
-    """Return the contribution of this rank's dicts to a tensor's total residual, times the number of ranks."""
+    """Return what this rank's dicts contribute to the total residual of a tensor, times the number of ranks."""
     like = next(x for key, x in template.items() if kind_of(key) == WORKER and world.place(key)[0] == name)
     xp, length = array_namespace(like), world.sizes[name]
     share = xp.zeros((length,), dtype=like.dtype, device=device(like))

@@ -1,4 +1,4 @@
-"""The accepted values of the entries of a saved state, checked before they are used."""
+"""The kinds of entries of a saved state, such as `Number`: they check that values are accepted before their use."""
 
 import json
 import math
@@ -12,7 +12,7 @@ LARGEST = 1 << 53
 """The largest integer in a saved state; float64 represents all integers up to it."""
 
 _LONGEST_TEXT = 1 << 26
-"""The most bytes of JSON text; the digests of a model take about a hundred for each array."""
+"""The most bytes of JSON text. The digests of a model take about a hundred bytes for each array."""
 
 _LONGEST = 60
 """The most characters of a value in a message."""
@@ -30,7 +30,7 @@ class Kind(Protocol):
         ...
 
     def read(self, value: Any) -> Any:
-        """Return a value in its own type, which is the same in all formats; raises ValueError or TypeError."""
+        """Return a value in its original type, whatever the file format; raises ValueError or TypeError."""
         ...
 
 
@@ -63,9 +63,9 @@ class Number(NamedTuple):
     least, most : float
         The range, with both ends.
     whole : bool
-        Whether it must be a whole number.
+        Whether the number must be whole.
     finite : bool
-        Whether it must be finite. If not, the range only applies if ``whole`` is true.
+        Whether the number must be finite. If not, the range only applies with ``whole``.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class Text:
 
 
 class NumericArray:
-    """An array with numbers in it."""
+    """An array of numbers."""
 
     expected = "an array of numbers"
 
@@ -167,10 +167,10 @@ class Several:
 
 
 def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
-    """Return an entry in its own type; equal values have the same type, whatever format they were saved in.
+    """Return an entry in its original type, which does not depend on the file format.
 
     Raises ValueError, which names the entry, its value and what was expected, if the entry is missing or not accepted.
-    ``saved`` may only now read the entry from a file; messages name it by ``where``.
+    ``saved`` may read the entry from a file only now. Messages name ``saved`` by ``where``.
     """
     try:
         value = saved[key]
@@ -190,7 +190,7 @@ def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return an entry that is not an array in its original form, also after `to_arrays`."""
+    """Return an entry in its original form; if `to_arrays` has encoded it, decode it."""
     if _is_array(value) and len(value.shape) == 1 and dtype_name(value.dtype) == "uint8":
         if value.shape[0] > _LONGEST_TEXT:
             raise ValueError(f"a text of {value.shape[0]} bytes; expected at most {_LONGEST_TEXT}")
@@ -207,7 +207,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a short text for any value, however large or deep it is."""
+    """Return a short text for any value, however large or deeply nested it is."""
     if isinstance(value, str):
         return repr(value if len(value) <= _LONGEST else f"{value[:_LONGEST]}...")
     if isinstance(value, int) and value.bit_length() > _LONGEST:

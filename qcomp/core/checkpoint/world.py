@@ -1,4 +1,4 @@
-"""The world in which a saved state resumes, and the part of a tensor that the key of an array stands for."""
+"""`World`: the ranks and the optimizer with which a saved state resumes, and the meaning of its arrays' keys."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -17,19 +17,19 @@ Saved = Mapping[str, Any]
 
 
 class PartOfTensor(NamedTuple):
-    """Where a part lies in its tensor: columns of a matrix, which has one row if the part is a range of elements."""
+    """Where a part lies in its tensor, seen as a matrix of which the part is some columns."""
 
     name: str
     """The name of the tensor."""
     start: int
     """The number of elements in the columns before the part."""
     rows: int
-    """The number of rows of the matrix."""
+    """The number of rows of the matrix; 1 if the part is a range of elements."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The world in which a saved state resumes."""
+    """The ranks and the optimizer with which a saved state resumes."""
 
     replica: Described
     """The optimizer or outer loop."""
@@ -37,11 +37,11 @@ class World:
     """The state before the first step, on this rank."""
     params: Sequence[Array]
     strict: bool = True
-    """Whether to accept only dicts that this replica would save, with the same compressors."""
+    """Whether to accept only dicts from a replica of the same class with the same compressors."""
     lost: Collection[int] = ()
-    """The old ranks whose own arrays are lost, and are zeros in their dicts; the same on all ranks."""
+    """The old ranks whose own arrays are lost: zeros replace these arrays in their dicts. The same on all ranks."""
     drops: bool = False
-    """Whether dicts may be missing although their ranks had arrays of their own, which are then lost."""
+    """Whether dicts may be missing even if their ranks had arrays of their own, which are then lost."""
 
     @property
     def rank(self) -> int:
@@ -70,7 +70,7 @@ class World:
 
     @cached_property
     def owned(self) -> Sequence[str]:
-        """The keys of all arrays that exist once in the world; the same on all ranks."""
+        """The keys of all arrays that only the owners of tensors have; the keys are the same on all ranks."""
         return owned_keys(self.fresh, self.mean)
 
     @property
@@ -80,7 +80,7 @@ class World:
 
     @property
     def owned_kinds(self) -> tuple[str, ...]:
-        """The kinds of arrays that exist once in the world."""
+        """The kinds of arrays that only the owners of tensors have."""
         return tuple(sorted({kind_of(key) for key in self.owned}))
 
     def template(self, step: int, stage: str) -> Mapping[str, Array]:
@@ -88,12 +88,12 @@ class World:
         return dict(named_arrays(self.replica.enter(self.fresh._replace(step=step), stage), self.mean))
 
     def accept(self, one: Saved) -> None:
-        """If `strict`, raise ValueError unless this replica would save a dict with these scalars."""
+        """If `strict`, raise ValueError if another class or compressor made a dict with these scalars."""
         if self.strict:
             self.replica.require_maker(one)
 
     def has_other_parts(self, saved: Saved) -> bool:
-        """Return whether the parts of tensors in a dict differ from those that this rank holds."""
+        """Return whether a dict has other parts of tensors than this rank."""
         every = dict(named_arrays(self.fresh, self.mean)), array_keys(saved)
         now, then = ({key for key in keys if kind_of(key) in self.part_kinds} for keys in every)
         return now != then

@@ -3,7 +3,7 @@
 ``"elias"`` is the code of the QSGD paper, ``"range"`` a range coder; `qcomp.core.coding.model` says how close its code
 comes to the entropy. Both code a level from 0 to 32767 and a sign for each element; the code does not include the
 scales of buckets. `encode_gaps` codes the payloads of sparse compressors. The loops run in the kernels of
-`qcomp.backends` if available; the versions here define every byte.
+`qcomp.backends` if there are any; the pure versions here define every byte.
 """
 
 from qcomp.core.coding import gaps, planes, qsgd_codes, range_coder, rans
@@ -14,7 +14,7 @@ __all__ = ["CODINGS", "LARGEST", "PURE", "decode", "decode_gaps", "encode", "enc
 
 CODINGS = ("elias", "range")
 LARGEST = 32767
-"""The most levels above zero."""
+"""The largest number of levels above zero."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -128,7 +128,7 @@ def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytear
     Raises
     ------
     PayloadError
-        If the bytes are not the code of such a vector: truncated, too long, damaged.
+        If the bytes are not the code of such a vector, because they are truncated, too long or damaged.
     ValueError
         If another argument is not as described.
     """
@@ -143,7 +143,7 @@ def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytear
 
 
 def encode_gaps(plain: Bytes, size: int, shape: gaps.Shape) -> bytes:
-    """Return the code of a sparse payload of ``size`` elements; `qcomp.core.coding.gaps` has its layout.
+    """Return the code of a sparse payload of ``size`` elements; `qcomp.core.coding.gaps` describes both.
 
     Examples
     --------
@@ -170,7 +170,7 @@ def _loops() -> Coders:
 
 
 def _view(data: Bytes) -> memoryview:
-    """Return the bytes of a buffer; Python cannot cast empty ones."""
+    """Return the bytes of a buffer. Python cannot cast empty buffers."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 

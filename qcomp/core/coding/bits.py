@@ -1,6 +1,6 @@
-"""Conversion of bits to bytes and back: the most significant bit of a byte first, the last byte padded with zeros.
+"""`BitWriter` and `BitReader`: bits in bytes, the most significant bit first, the last byte padded with zeros.
 
-Also conversion of 16-bit numbers to bytes and back, in little endian on every machine.
+`numbers` and `little_endian` convert bytes to 16-bit numbers and back, in little endian on every machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from array import array
 from qcomp.core.errors import PayloadError
 
 _FLUSH = 256
-"""The most bits kept in an integer; more would make writing quadratic."""
+"""The most bits kept in an integer; with more, the time of writing would grow quadratically."""
 
 
 class BitWriter:
@@ -40,7 +40,7 @@ class BitWriter:
             self._pending &= (1 << self._count) - 1
 
     def finish(self) -> bytes:
-        """Return all bytes; call nothing after that."""
+        """Return all bytes. No method may be called afterwards."""
         padding = -self._count % 8
         return bytes(self._bytes) + (self._pending << padding).to_bytes((self._count + padding) // 8, "big")
 

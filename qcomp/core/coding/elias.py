@@ -1,6 +1,6 @@
 """Elias's codes for positive integers: gamma and omega (IEEE Trans. Information Theory 21, 1975).
 
-They are prefix-free: consecutive codewords need no separator. With L(k) the number of bits of k:
+The codes are prefix-free: consecutive codewords need no separator. With L(k) the number of bits of k:
 
 - gamma: L - 1 zeros, then k; 2L - 1 bits.
 - omega: starts with a 0 and prepends k, then L(k) - 1 as the new k, and so on until k is 1. The QSGD paper calls this
@@ -13,7 +13,7 @@ from qcomp.core.coding.bits import BitReader
 from qcomp.core.errors import PayloadError
 
 LARGEST_BITS = 64
-"""The most bits of a number. Without a bound, a few damaged bytes could announce a number of any size."""
+"""The most bits of a number. Without this bound, a few damaged bytes could announce a number of any size."""
 
 
 class Codeword(NamedTuple):
@@ -77,7 +77,7 @@ def take_omega(bits: BitReader) -> int:
 
 
 def length(number: int) -> int:
-    """Return the number of bits of the omega codeword of a positive integer, by formula.
+    """Return by a formula how many bits the omega codeword of a positive integer has.
 
     Examples
     --------

@@ -36,7 +36,7 @@ from qcomp.core.numeric.buckets import bucket_count, bytes_below
 SMALLEST, LARGEST = 8, 1816
 """The numbers of 2^-126 and 2^100, the smallest and the largest scale that is not 0."""
 FIRST_LOWEST = 952
-"""The number of 2^-8: gradients are small."""
+"""The number of 2^-8, since gradients are small."""
 FIRST_RATIO = -16
 """The number of the step minus the number of the lowest level, if the step is a quarter of that level."""
 _DROPPED = 20
@@ -85,7 +85,7 @@ def longest(size: int, shape: Shape) -> int:
 
 @lru_cache(1024)
 def _longest_bucket(n: int, shape: Shape) -> int:
-    """Return the most bits of a bucket of n elements; a difference has at most 22 bits, or 24 between ratios."""
+    """Return the most bits of a bucket of n elements; a difference of numbers has at most 22 bits, of ratios 24."""
     if not n:
         return 0
     most = min(shape.k, n)
@@ -100,7 +100,7 @@ def _longest_elements(n: int, c: int, bits: int) -> int:
 
 
 def divisor(n: int, c: int) -> int:
-    """Return Golomb's m for c kept elements of n, at least 1 since c is at most n."""
+    """Return Golomb's m for c kept elements of n; it is at least 1, since c is at most n."""
     return (11 * n + 8 * c) // (16 * c)
 
 
@@ -186,7 +186,7 @@ def _numbers(scales: memoryview) -> list[int]:
 
 
 def _filled(positions: list[int]) -> int:
-    """Return how many positions there are before the first that is not above its predecessor."""
+    """Return how many positions come before the first position that is not above its predecessor."""
     for i in range(1, len(positions)):
         if positions[i] <= positions[i - 1]:
             return i

@@ -1,8 +1,8 @@
-"""Classes of non-negative integers: small ones exactly, large ones by their first bits.
+"""Classes of non-negative integers: each small integer has its own class, and large ones share it by their first bits.
 
-With m fine bits, every k below 2^(m+1) has its own class. Class (e << m) + (k >> e) holds the larger numbers with the
-same length and the same first m + 1 bits; the other e bits are spare. So a class is never wider than 2^-m times its
-smallest number.
+With m fine bits, every k below 2^(m+1) has its own class. A larger k is in class (e << m) + (k >> e), with all numbers
+of the same length and the same first m + 1 bits; its other e bits are spare. So a class is never wider than 2^-m times
+its smallest number.
 """
 
 

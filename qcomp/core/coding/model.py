@@ -1,23 +1,23 @@
 """The model of the range coder: the frequency of each class of levels, fitted to a vector and sent before it.
 
 A level k >= 1 is sent as its class (`qcomp.core.coding.integer_classes`), in fewer bits the more frequent the class is,
-followed by plain bits: the spare bits of k, then 1 for a negative sign. A 0 is sent as its class alone. The number of
-fine bits is chosen for each vector, so that the model's own size never dominates.
+followed by plain bits: the spare bits of k, then its sign, 1 if it is negative. A level of 0 is sent as only its class.
+The number of fine bits is chosen for each vector, so that the model's own size never dominates.
 
 Levels up to 127 can have a class each: from a few thousand elements on, the code is then within a few per cent of the
-entropy. Of a larger level, all but the first `FINEST` + 1 bits are plain, as if the levels of a class were equally
-frequent. Values that vary smoothly come close to that. But if only a few of many levels occur, as in a vector of one
-value, the code is longer than the entropy by up to b - `FINEST` - 1 bits per element, where b is the length of the
+entropy. Of a larger level, all bits but the first `FINEST` + 1 are plain, which is best if the levels of a class are
+equally frequent. They are nearly so if values vary smoothly. But if only a few of many levels occur, as in a vector of
+one value, the code is longer than the entropy by up to b - `FINEST` - 1 bits per element, where b is the length of the
 largest level.
 
-The bits of the model: first the method in three bits, `FLAT` or 1 plus the fine bits of the classes. If it is not
-`FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A weight is
-the class, with 2 fine bits, of the number of occurrences, rounded to nearest. It is sent as its difference d to the
-previous weight: gamma of 1 - 2d, or of 2d if d is positive. The weight before the first is the weight of the number of
-elements. Zeros pad the last byte.
+The bits of the model: first the method in three bits, which is `FLAT`, or 1 plus the number of fine bits. If the method
+is not `FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A
+weight is the class, with 2 fine bits, of the number of occurrences, rounded to the nearest class. It is sent as its
+difference d to the previous weight: gamma of 1 - 2d, or of 2d if d is positive. The first weight is compared with the
+weight of the number of elements. Zeros pad the last byte.
 
 Shares: every class that occurs gets one of the 2^13 units. The other units are divided in proportion to the smallest
-number of each weight's class, rounded down; the remainder goes to the first of the most frequent classes.
+number in the class of each weight, and rounded down. The remainder goes to the first of the most frequent classes.
 """
 
 from bisect import bisect_right
@@ -32,7 +32,7 @@ from qcomp.core.coding.integer_classes import class_of, smallest, spare_bits
 from qcomp.core.errors import PayloadError
 
 FLAT = 0
-"""The method without a model: all bits are plain."""
+"""The method without a model, in which all bits are plain."""
 UNITS_BITS = 13
 """Shares are multiples of 2^-UNITS_BITS."""
 _METHOD_BITS = 3
@@ -47,13 +47,13 @@ _MANTISSA = 8
 
 
 class Model(NamedTuple):
-    """The model: the properties of each class."""
+    """The model of a vector: the properties of each class."""
 
     method: int
     units: list[int]
     """The share of each class; they add up to 2^13."""
     smallest: list[int]
-    """The smallest level of each class, whose spare bits are all zero."""
+    """The smallest level of each class, which is the level with spare bits of zero."""
     plain: list[int]
     """The number of plain bits after each class: the spare bits and the sign."""
 
@@ -158,7 +158,7 @@ def _weight(count: int) -> int:
 
 @cache
 def _least_counts() -> list[int]:
-    """Return the smallest count of each weight: counts in the upper half of a class are rounded up to the next one."""
+    """Return the smallest count of each weight: counts in the upper half of a class round up to the next class."""
     widths = [1 << spare_bits(weight, WEIGHT_FINE) for weight in range(LARGEST_WEIGHT)]
     return [0, *(smallest(weight, WEIGHT_FINE) - width // 2 for weight, width in enumerate(widths, 1))]
 
@@ -199,7 +199,7 @@ def _coarser(counts: Sequence[int], fine: int) -> list[int]:
 
 
 def _estimate(counts: Sequence[int], weights: Sequence[int], fine: int) -> int:
-    """Return the number of bits of a vector after its model, times 2^12."""
+    """Return an estimate of the bits that a vector takes after its model, times 2^12."""
     table, total = _logarithms(), 0
     for count, units, plain in zip(counts, _units(weights), _plain(fine, len(weights)), strict=True):
         if count:
@@ -211,7 +211,7 @@ def _estimate(counts: Sequence[int], weights: Sequence[int], fine: int) -> int:
 
 @cache
 def _logarithms() -> list[int]:
-    """Return log2(1 + i/256) * 2^12, rounded down, one bit per squaring."""
+    """Return log2(1 + i/256) * 2^12, rounded down, for each i below 256; each squaring gives a bit."""
     table = []
     for i in range(1 << _MANTISSA):
         value, bits = (1 << _MANTISSA) + i << 30 - _MANTISSA, 0

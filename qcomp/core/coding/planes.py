@@ -1,4 +1,4 @@
-"""Conversion of a quantizer's packed codes to levels and signs, and back, on host bytes.
+"""`unpack` and `pack`: convert a quantizer's packed codes to levels and signs, and back, on host bytes.
 
 The layout is as in `qcomp.core.numeric.bitplanes`; a code is a level with the sign bit on top. The conversion looks
 up bytes in tables and shifts integers of many bytes, one bucket at a time: no loop runs over elements.
@@ -109,7 +109,7 @@ def _gather(codes: bytes, bits: int, *, planes: bool) -> bytes:
 
 
 def _joined(parts: list[tuple[bytes | memoryview, int]]) -> bytes:
-    """Return the bitwise OR of the parts, each shifted left; no bit may leave its byte."""
+    """Return the bitwise OR of the parts, each shifted left by its shift; no bit may leave its byte."""
     total = 0
     for data, shift in parts:
         total |= int.from_bytes(data, "little") << shift

@@ -5,11 +5,11 @@ Levels and gaps are omega codewords (`qcomp.core.coding.elias`). For n elements 
 - sparse: omega(m + 1), where m elements are nonzero; then for each nonzero element omega(gap), a sign bit (1 for
   negative), omega(k). A gap is the index minus the index of the previous nonzero element; the first gap is the index
   plus 1.
-- dense: omega(k + 1) for each element, and a sign bit after it where k > 0.
+- dense: omega(k + 1) for each element, and a sign bit after it if k > 0.
 
-Both run through the whole vector, without a restart at buckets. The first byte names the shorter code, `DENSE` or
-`SPARSE`; dense if both have the same length. Source: Alistarh et al., NeurIPS 2017, section 3.2 and its appendix. The
-paper's dense code has a sign bit for zeros too.
+Both codes run through the whole vector, without a restart at buckets. The first byte names the shorter code, `DENSE` or
+`SPARSE`. If both have the same length, it is `DENSE`. Source: Alistarh et al., NeurIPS 2017, section 3.2 and its
+appendix. The paper's dense code has a sign bit for zeros too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A range coder with a model fitted to each vector: asymmetric numeral systems (Duda, arXiv 1311.2540), as rANS.
 
-The stream: the model (`qcomp.core.coding.model`), the states as 4 bytes each, and words of 2 bytes, in little endian.
+The stream is the model (`qcomp.core.coding.model`), the states in 4 bytes each, and words of 2 bytes, in little endian.
 Element i belongs to lane i mod `lanes(n)`. Each lane has a state x from 2^16 to 2^32 - 1.
 
 To decode an element, let u = x mod 2^13. Its class has b <= u < b + f, where f is the share of the class and b the sum
@@ -35,7 +35,7 @@ def encode(coders: Coders, levels: memoryview, negative: memoryview, largest: in
     model, described = fit(coders.count_classes(levels, largest, finest(largest)), largest)
     coded = described + coders.push(levels, negative, model, lanes(size))
     if len(coded) > _most(size, largest):
-        # The estimate was too low.
+        # The model's estimate was too low.
         coded = bytes([FLAT]) + coders.push(levels, negative, flat(largest), lanes(size))
     return coded
 

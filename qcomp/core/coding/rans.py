@@ -10,7 +10,7 @@ from qcomp.core.coding.model import FLAT, UNITS_BITS, Model
 from qcomp.core.errors import PayloadError
 
 LOW = 1 << 16
-"""The smallest state, and the initial one of an encoder."""
+"""The smallest state, and the first state of an encoder."""
 _MASK = (1 << UNITS_BITS) - 1
 
 
@@ -44,7 +44,7 @@ def push(levels: memoryview, negative: memoryview, model: Model, lanes: int) -> 
 
 
 def pop(data: memoryview, size: int, largest: int, model: Model, lanes: int) -> tuple[bytearray, bytearray]:
-    """Return the levels and signs of a vector from its states and words; raises PayloadError if they are not valid."""
+    """Return the levels and signs of a vector from its states and words; raise PayloadError if these are invalid."""
     if len(data) < 4 * lanes or len(data) & 1:
         raise PayloadError(
             f"the code has {len(data)} bytes for states and words; expected an even number, at least {4 * lanes} for "

@@ -1,4 +1,4 @@
-"""The compressors, one per file."""
+"""The compressors, one per file; their base is in `qcomp.core.compressor`."""
 
 from qcomp.core.compressors.cast import Cast
 from qcomp.core.compressors.identity import Identity

@@ -1,4 +1,4 @@
-"""Base of the compressors with a small code per element and a few scales per bucket."""
+"""`BucketedCompressor`: base of the compressors with a small code per element and a few scales per bucket."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from qcomp.core.payload import Field, PayloadSpec
 
 @dataclass(frozen=True)
 class BucketedCompressor(Compressor):
-    """A compressor with a code of ``bits`` bits per element and a float32 per scale and bucket.
+    """A compressor with a code of ``bits`` bits per element and one or more float32 scales per bucket.
 
     A subclass encodes and decodes buckets of equal length; this class cuts, packs and joins them.
     """
@@ -70,7 +70,7 @@ class BucketedCompressor(Compressor):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """True unless there is a coder, which mixes buckets."""
+        """True without a coder; a coder mixes buckets."""
         return self.coder is None
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002

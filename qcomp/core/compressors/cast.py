@@ -1,4 +1,4 @@
-"""Half precision on the wire: float16 or bfloat16, rounded to nearest even."""
+"""`Cast`: half precision on the wire, float16 or bfloat16, rounded to nearest even."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from qcomp.core.traits import Traits
 class Cast(Compressor):
     """C(v) = v rounded to a 16-bit format.
 
-    The conversions use integer arithmetic on the bits of float32. They are the same in every library, even in one that
-    lacks the 16-bit dtype.
+    The conversions use integer arithmetic on the bits of float32. So they give the same bits in every library, even in
+    a library without the 16-bit dtype.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Cast(Compressor):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """True: elements are independent."""
+        """True, since elements are independent."""
         return True
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Payloads of signs and levels, shortened by a coder on the host."""
+"""`LevelCoder`: shortens payloads of signs and levels, on the host."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,7 +10,7 @@ from qcomp.core.payload import Field, PayloadSpec
 from qcomp.core.traits import AnyCompressor
 
 _STORED, _CODED = 0, 1
-"""How the codes of a payload are sent: unchanged, if coding would not shorten them, or coded."""
+"""How the codes of a payload are sent: unchanged if coding would not shorten them, else coded."""
 
 _ONE_UP = bytes([*range(1, 256), 0])
 _ONE_DOWN = bytes([255, *range(255)])
@@ -24,8 +24,8 @@ class LevelCoder:
 
     Plain payloads have the fields "codes", packed, and "step", one per bucket. A code is a level minus the lowest
     level, with the sign bit on top. The lowest level is 0, or 1 if elements of the lowest level have a sign too. A
-    payload holds the steps, a byte that says how the codes are sent, and the codes. It is at most a byte longer than a
-    plain one. Padding is not coded.
+    shortened payload holds the steps, a byte that says how the codes are sent, and the codes. It is at most a byte
+    longer than the plain payload. Padding is not coded.
     """
 
     plain: AnyCompressor

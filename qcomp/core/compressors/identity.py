@@ -1,4 +1,4 @@
-"""The compressor that leaves values as they are."""
+"""`Identity`: the compressor that leaves values as they are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class Identity(Compressor):
 
     Notes
     -----
-    Sends 64 bits per element of float64 and 32 of every other dtype. Values in float64 must be below
-    2^996 in magnitude, and count as 0 below 2^-1022: no scale in float32 is involved. Payloads and decompressed arrays
-    hold copies of the values. Inside a mean, where nobody else sees them, values are not copied.
+    Sends 64 bits per element in float64 and 32 bits in every other dtype. Since there are no scales in float32, float64
+    magnitudes need only be below 2^996, and count as 0 only below 2^-1022. Payloads and decompressed arrays hold copies
+    of the values. Inside a mean, where nobody else can see the arrays, values are not copied.
 
     Examples
     --------
@@ -50,7 +50,7 @@ class Identity(Compressor):
 
     @property
     def fields_by_bucket(self) -> bool:
-        """True: elements are independent."""
+        """True, since elements are independent."""
         return True
 
     def payload_spec(self, size: int, dtype: str = "float32") -> PayloadSpec:

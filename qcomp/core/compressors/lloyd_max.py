@@ -1,4 +1,4 @@
-"""Nearest rounding to the best levels for a normal distribution: one to four bits per element."""
+"""`LloydMax`: rounds to the best levels for a normal distribution, with one to four bits per element."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LEVELS = {1: (1,), 2: (3, 10), 3: (10, 31, 55, 88), 4: (5, 15, 25, 36, 48, 62, 79, 104)}
 """The magnitudes of the codes, in steps, by the bits of a code: the table of Max (1960), scaled and rounded to whole
-numbers up to 127, which increases the error for a normal distribution by a thousandth at most."""
+numbers up to 127. Rounding increases the error for a normal distribution by at most a thousandth."""
 THRESHOLDS: dict[int, tuple[float, ...]] = {
     1: (),
     2: (0.9816,),
@@ -61,14 +61,14 @@ class LloydMax(BucketedCompressor):
 
         ||C(v) - v||^2 = ||v||^2 - <|v|, l>^2 / ||l||^2 = (1 - delta(v)) ||v||^2.
 
-    That is a contraction for every v of n elements. With a = |v| / rms(v), so that ||a||^2 = n and a <= sqrt(n), let m
+    So C is a contraction for every v of n elements. With a = |v| / rms(v), so that ||a||^2 = n and a <= sqrt(n), let m
     be the least l / a and r the largest l / a above the first threshold. Then <a, l> >= m n, and ||l||^2 <= r <a, l> +
     n l_0^2, so delta(v) = <a, l>^2 / (n ||l||^2) >= m^2 / (r m + l_0^2), with m = min(l_k / t_(k+1), l_max / sqrt(n)).
     `traits` states this bound; for values of a normal distribution, 1 - delta(v) is .363, .117, .0345 and .0095 for 1
     to 4 bits. With 1 bit this is `ScaledSign`, bit for bit.
 
-    An element that is 0 becomes the smallest level. Sends bits + 32 / bucket_size bits per element, with a coder at
-    most one byte more in total. Source: Max, "Quantizing for minimum distortion", 1960; Lloyd, "Least squares
+    An element that is 0 becomes the smallest level. Sends bits + 32 / bucket_size bits per element, and at most one
+    byte more in total with a coder. Source: Max, "Quantizing for minimum distortion", 1960; Lloyd, "Least squares
     quantization in PCM", 1982.
 
     Examples
@@ -119,7 +119,7 @@ class LloydMax(BucketedCompressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """A contraction with the bound derived in the class docstring, less the cost of rounding the step."""
+        """A contraction with the bound from the class docstring, reduced for the rounding of the step."""
         levels, thresholds = LEVELS[self.bits], THRESHOLDS[self.bits]
         least = levels[-1] / sqrt(self.bucket_size)
         least = min([least, *(level / t for level, t in zip(levels, thresholds, strict=False))])
@@ -164,7 +164,7 @@ def _step(magnitude: Array, level: Array, filled: int) -> Array:
     xp = array_namespace(magnitude)
     index = xp.arange(level.shape[1], device=device(level))
     squares = xp.where((index < filled)[None, :], level * level, xp.zeros_like(level))
-    products = truncate_last_bit(magnitude * level)  # so that no compiler contracts the product and the sum
+    products = truncate_last_bit(magnitude * level)  # so that no compiler fuses the product and the sum
     step = xp.astype(divide(tree_sum(products), tree_sum(squares)), xp.float32, copy=False)
     mask = xp.asarray([~0x7F], dtype=xp.int32, device=device(step))
     return bitcast(xp.bitwise_and(bitcast(step, xp.int32), mask), xp.float32)

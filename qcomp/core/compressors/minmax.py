@@ -1,4 +1,4 @@
-"""Eight-bit quantization between the smallest and the largest value of every bucket."""
+"""`MinMaxUInt8`: quantizes to eight bits between the smallest and the largest value of every bucket."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +27,8 @@ class MinMaxUInt8(BucketedCompressor):
     -----
     step is (max - min) / 255 rounded up to 16 significant bits. If min <= 0 <= max, the base is a whole number of
     steps, so 0 stays exactly 0; otherwise the base is min. Every error is at most half a step, and a constant bucket
-    stays exact. Sends 8 + 64 / bucket_size bits per element. Source: Bagua's ByteGrad and QAdam, with rounding to
-    nearest and without its additive constant, which swamps small gradients.
+    stays exact. Sends 8 + 64 / bucket_size bits per element. Source: Bagua's ByteGrad and QAdam, but with rounding to
+    nearest, and without Bagua's additive constant, which swamps small gradients.
 
     Examples
     --------
@@ -83,7 +83,7 @@ class MinMaxUInt8(BucketedCompressor):
         return xp.astype(codes, xp.uint8), (base, step)
 
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
-        """Return base + code * step; the product is exact, so the sum is the only rounding."""
+        """Return base + code * step. The product is exact, so only the sum is rounded."""
         base, step = scales
         return base + array_namespace(codes).astype(codes, step.dtype) * step
 

@@ -1,4 +1,4 @@
-"""1-bit SGD: the sign of every element, and the mean of the elements of each sign in every column."""
+"""`OneBitSGD`: the sign of every element, and the mean of the elements of each sign in every column."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,10 +22,10 @@ _BEYOND = 2.0**101
 @register
 @dataclass(frozen=True)
 class OneBitSGD(BucketedCompressor):
-    """C(v)_i = the mean of the elements in i's column with the sign of v_i, where 0 counts as positive.
+    """C(v)_i = the mean of those elements in the column of i that have the sign of v_i, where 0 counts as positive.
 
-    A column holds the weights into one output unit: the consecutive elements at one index of the first axis, a row of
-    torch's ``Linear.weight``. A vector, such as a bias, is one column.
+    A column holds the weights of one output unit: the consecutive elements at one index of the first axis, such as a
+    row of torch's ``Linear.weight``. A vector, such as a bias, is one column.
 
     Parameters
     ----------
@@ -35,12 +35,12 @@ class OneBitSGD(BucketedCompressor):
 
     Notes
     -----
-    The two means minimise the loss for this threshold. In every column the losses of each sign add up to 0, so <v -
+    The two means minimise the error for this threshold. In every column the losses of each sign add up to 0, so <v -
     C(v), C(v)> = 0, and with m elements ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2, the loss of
     `ScaledSign`. This holds up to the rounding of the means to float32. A column whose elements of each sign are equal
     stays exact in float32, so compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column,
-    and 64 bits per column. Source: Seide et al., Interspeech 2014, section 3; with feedback, two phases are the double
-    quantization of their section 3.2.
+    and 64 bits per column. Source: Seide et al., Interspeech 2014, section 3. The topology of two phases, with
+    feedback, is the double quantization of their section 3.2.
 
     Examples
     --------
@@ -73,7 +73,7 @@ class OneBitSGD(BucketedCompressor):
 
     @staticmethod
     def length_of(count: int) -> int:
-        """Return how many bits a column of ``count`` elements takes, rounded up to whole bytes."""
+        """Return the length of a column of ``count`` elements in bits, rounded up to whole bytes."""
         return -(-count // 8) * 8
 
     @cached_property
@@ -106,9 +106,9 @@ class OneBitSGD(BucketedCompressor):
 
 
 def _mean_where(rows: Array, chosen: Array) -> Array:
-    """Return the mean of the chosen elements of each row, 0 where there are none.
+    """Return the mean of the chosen elements of each row, 0 if no element is chosen.
 
-    The rounded mean is clamped between the smallest and the largest of them, so it is exact if they are all equal.
+    The rounded mean is clamped between the smallest and the largest chosen element, so it is exact if all are equal.
     """
     xp = array_namespace(rows)
     count = xp.sum(xp.astype(chosen, xp.int32), axis=1, dtype=xp.int32)

@@ -1,4 +1,4 @@
-"""Wire format of numbers such as positions in a bucket, in one to three bytes; for sparse compressors."""
+"""The wire format of integers in sparse payloads, such as positions in a bucket: one to three bytes each."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def validate_sparsity(k: int, bucket_size: int) -> None:
 
 
 def split_bytes(numbers: Array, width: int) -> Array:
-    """Return the bytes of numbers, uint8 of shape (width * n,): all low bytes first, then the next ones."""
+    """Return the bytes of numbers, uint8 of shape (width * n,): all low bytes, then all second bytes, and so on."""
     xp = array_namespace(numbers)
     if width == 1:
         return xp.astype(numbers, xp.uint8)

@@ -1,4 +1,4 @@
-"""QSGD: stochastic rounding to a few evenly spaced levels, unbiased."""
+"""`QSGD`: unbiased stochastic rounding to a few evenly spaced levels."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_LEVELS = 32767
 _ROUNDING_SLACK = 1 + 2**-14
-"""An upper bound of the variance that comes from rounding the step up to 17 bits, and the draws to 16."""
+"""An upper bound of the factor by which rounding the step up to 17 bits, and the draws to 16, raises the variance."""
 
 
 @register
@@ -30,25 +30,26 @@ class QSGD(BucketedCompressor):
     Parameters
     ----------
     levels : int
-        Number of levels s above zero: 1 to 127, or to 32767 with a coder. A code takes one bit for the sign and as many
-        bits as s needs; with s of 1, 7 and 127 it fills 2, 4 and 8 bits.
+        Number of levels s above zero: 1 to 127, or 1 to 32767 with a coder. A code takes one bit for the sign and as
+        many bits as s needs; with s of 1, 7 and 127 it fills 2, 4 and 8 bits.
     bucket_size : int
         Elements that share a step, a power of two from 8.
     norm : {"max", "l2"}
-        The step is this norm of the bucket divided by ``levels``, rounded up to 17 significant bits, or to one bit less
-        for each bit that ``levels`` needs above 7. ``"max"`` gives a much smaller variance; ``"l2"`` matches the
-        paper's theory and makes sparse codes.
+        The step is this norm of the bucket divided by ``levels``, rounded up to 17 significant bits. If ``levels``
+        needs more than 7 bits, the step has one bit less for each bit above 7. ``"max"`` gives a much smaller variance;
+        ``"l2"`` matches the paper's theory and makes sparse codes.
     coding : {"fixed", "elias", "range"}
-        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads are shorter if more
-        levels are small: ``"elias"`` is the paper's code, ``"range"`` comes close to the entropy of up to 127 levels.
-        Levels above 127 that differ by less than 1/64 cost the same, however frequent each is.
+        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads are shorter the more
+        levels are small. ``"elias"`` is the paper's code, and ``"range"`` comes close to the entropy of up to 127
+        levels. Levels above 127 that differ by less than 1/64 take the same bits in ``"range"``, however frequent each
+        is.
 
     Notes
     -----
     E ||C(v) - v||^2 is exactly step^2 * sum_i p_i (1 - p_i), where p_i is the fractional part of |v_i| / step. Sends
-    bits + 32 / bucket_size bits per element, with a coder at most one byte more in total, since codes that coding would
-    not shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al., NeurIPS
-    2017, section 3.1.
+    bits + 32 / bucket_size bits per element. With a coder, this is at most one byte more in total, since codes that
+    coding would not shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et
+    al., NeurIPS 2017, section 3.1.
 
     Examples
     --------
@@ -88,7 +89,7 @@ class QSGD(BucketedCompressor):
 
     @cached_property
     def spec(self) -> str:
-        """The spec string, without the coding if the width is fixed, so that such payloads keep their name."""
+        """The spec string, which leaves out ``coding="fixed"``, so that such payloads keep their old name."""
         return super().spec.replace(",coding=fixed", "")
 
     @cached_property
@@ -124,7 +125,7 @@ class QSGD(BucketedCompressor):
             omega *= (1 + 2 ** (1 - self._step_bits)) ** 2
         else:
             omega *= _ROUNDING_SLACK
-        # At most a step, which may be rounded up.
+        # The largest error is a step, which may be rounded up.
         peak = 1.01 / s if self.norm == "max" else 1.01 * sqrt(n) / s
         return Traits(n, random=True, unbiased=True, omega=omega, keeps_zero=True, peak=peak)
 
@@ -169,7 +170,7 @@ class QSGD(BucketedCompressor):
 class WideQSGD(QSGD):
     """The plain compressor of a coder with more levels than payloads of fixed width may have.
 
-    It is a class of its own, so that kernels for codes of up to 8 bits do not treat it as a `QSGD`.
+    It is another class, so that kernels for codes of up to 8 bits do not treat it as a `QSGD`.
     """
 
     _most_uncoded: ClassVar[int] = _MOST_LEVELS

@@ -1,4 +1,4 @@
-"""RandK: a few random elements of every bucket, in 32 bits or rounded at random to a few levels; unbiased."""
+"""`RandK`: keeps a few random elements of every bucket, in 32 bits or rounded at random to a few levels; unbiased."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from qcomp.core.registry import register
 from qcomp.core.traits import Traits
 
 _VALUES = 1 << 30
-"""Added to the hop of a key for the draws that round values: they must not depend on the draws of the positions."""
+"""Added to the hop of a key for the draws that round values, so that they are independent of the draws of positions."""
 
 
 @register
@@ -35,20 +35,21 @@ class RandK(Compressor):
     bucket_size : int
         Elements to draw from, a power of two from 8 to 65536.
     value_bits : int
-        32 sends the values in float32, with their positions. 2 to 8 round them with `QSGD`, with 2^(value_bits - 1) - 1
-        levels and one step for the kept elements of a bucket, and send no positions: the receiver draws them again.
+        32 sends values in float32, and their positions. 2 to 8 round the values by `QSGD`, with 2^(value_bits - 1) - 1
+        levels and one step for the kept elements of a bucket, and send no positions, since the receiver draws these
+        again.
 
     Notes
     -----
     E ||C(v) - v||^2 is exactly omega ||v||^2 for every v, with omega = bucket_size / k - 1. For error feedback use
-    ``Scaled(RandK(...))``, a contraction without the factor, with delta = k / bucket_size. Sends 40 bits for each kept
-    element, its value in float32 and its number within the stratum in a byte; 48 bits if a stratum has more than 256
-    elements. A tail draws from its padded length, a power of two from 8.
+    ``Scaled(RandK(...))``, which leaves out the factor, and is a contraction with delta = k / bucket_size. Sends 40
+    bits for each kept element: its value in float32, and its number within the stratum in a byte. If a stratum has more
+    than 256 elements, an element takes 48 bits. A tail draws from its padded length, a power of two from 8.
 
     With fewer bits per value, omega is at most bucket_size / k * (1 + omega of the rounding) - 1. Sends ``value_bits``
-    bits for each kept element, for at least 8 elements per bucket, 32 bits for each bucket, and 128 bits that determine
-    the draws. Source: Stich et al., NeurIPS 2018, definition 2.1, with strata instead of all subsets; the probability
-    of each element is the same.
+    bits for each kept element (but for no fewer than 8 elements per bucket), 32 bits for each bucket, and 128 bits that
+    determine the draws. Source: Stich et al., NeurIPS 2018, definition 2.1, with strata instead of all subsets; the
+    probability of each element is the same.
 
     Examples
     --------
@@ -75,7 +76,7 @@ class RandK(Compressor):
 
     @cached_property
     def spec(self) -> str:
-        """The spec string, without ``value_bits`` if it is 32, so that such payloads keep their name."""
+        """The spec string, which leaves out 32 ``value_bits``, so that such payloads keep their old name."""
         return super().spec.removesuffix(",value_bits=32")
 
     @cached_property
@@ -113,7 +114,7 @@ class RandK(Compressor):
         )
 
     def encode(self, x: Array, key: Key | None) -> Mapping[str, Array]:
-        """Return the number of the drawn element within each stratum, and its value; or codes, steps and the stream."""
+        """Return the number of each stratum's drawn element, and its value; or codes, steps and the stream."""
         assert key is not None  # `compress` has checked it
         xp = array_namespace(x)
         rounding = self._rounding
@@ -181,7 +182,7 @@ class RandK(Compressor):
         return min(self.k, block.length)
 
     def _held(self, block: Block) -> Block:
-        """Return the block that the kept elements of a block form, with the same number of buckets."""
+        """Return the block of only the kept elements of a block, with the same number of buckets."""
         strata = self._strata(block)
         return Block(block.start, block.rows, max(8, strata), strata, block.first_bucket)
 

@@ -1,4 +1,4 @@
-"""Buckets that hold whole receptive fields of convolutions."""
+"""`WholeFields`: makes the buckets of a compressor hold whole receptive fields of convolutions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ class WholeFields(Compressor):
 
     A field is the slice of a tensor at one index of its first two axes: kernel height * width consecutive elements of
     torch's ``Conv2d.weight``. A bucket holds as many whole fields as fit, padded with zeros: 512 elements hold 56
-    fields of 9 and 8 zeros. Tensors of up to two axes, and fields that divide a bucket or exceed it, use the wrapped
-    compressor directly.
+    fields of 9 and 8 zeros. If a tensor has at most two axes, or its field divides a bucket or exceeds it, the wrapped
+    compressor is used directly.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ class WholeFields(Compressor):
 
     Notes
     -----
-    All promises of the wrapped compressor hold, since the zeros are ordinary elements to it. Sends up to one field more
-    per bucket: 512 / 504 of the bytes for fields of 9 in buckets of 512. Around QSGD the numba kernels pad the buckets
-    while encoding; all other versions copy the values back and forth, which takes longer than a kernel. Source:
-    Alistarh et al., NeurIPS 2017, section 5, which reshapes tensors so that no receptive field is split over two
-    buckets.
+    All promises of the wrapped compressor hold, since the zeros are ordinary elements to it. The padding of a bucket,
+    which is shorter than a field, is sent too: for fields of 9 in buckets of 512, a payload has 512 / 504 of the bytes.
+    Around QSGD, the numba kernels pad the buckets while encoding. All other versions copy the values to and from padded
+    buckets, which takes longer than a kernel. Source: Alistarh et al., NeurIPS 2017, section 5, which reshapes tensors
+    so that no receptive field is split over two buckets.
 
     Examples
     --------

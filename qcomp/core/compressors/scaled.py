@@ -1,4 +1,4 @@
-"""An unbiased compressor scaled to a contraction, as error feedback needs it."""
+"""`Scaled`: scales an unbiased compressor to a contraction, as error feedback needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

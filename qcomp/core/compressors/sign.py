@@ -1,4 +1,4 @@
-"""The sign of every element and the mean magnitude of every bucket: one bit per element."""
+"""`ScaledSign`: the sign of every element and the mean magnitude of every bucket, in one bit per element."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +74,6 @@ class ScaledSign(BucketedCompressor):
         return xp.astype(rows < 0, xp.uint8), (scale,)
 
     def decode_block(self, codes: Array, scales: tuple[Array, ...]) -> Array:
-        """Return plus or minus the scale, by a product: NumPy takes three times as long to choose."""
+        """Return plus or minus the scale, by a product, since selecting takes NumPy three times as long."""
         (scale,) = scales
         return (1.0 - 2.0 * array_namespace(codes).astype(codes, scale.dtype)) * scale

@@ -1,4 +1,4 @@
-"""Payloads of kept elements, shortened by a coder on the host."""
+"""`GapCoder`: shortens the payloads of sparse compressors, on the host."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from qcomp.core.traits import AnyCompressor
 
 @dataclass(frozen=True)
 class GapCoder:
-    """Codes the entries, lowest levels and steps of a sparse compressor, see `qcomp.core.coding.gaps`."""
+    """Codes the entries, lowest levels and steps in payloads of a sparse compressor; see `qcomp.core.coding.gaps`."""
 
     plain: AnyCompressor
     k: int

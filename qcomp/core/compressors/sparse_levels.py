@@ -1,8 +1,8 @@
 """The few levels to which a sparse compressor rounds the magnitudes that it keeps.
 
-The levels of a bucket are ``lowest + j * step`` for j below 2^(b - 1), with b bits for a level and a sign. Both numbers
-are short: float32 with 4 significant bits, so that ``j * step`` is exact and the sum rounds once, and so that they can
-be sent in a few bits. Each magnitude takes the nearest level, the higher one at a tie.
+The levels of a bucket are ``lowest + j * step`` for j below 2^(b - 1), with b bits for a level and a sign. ``lowest``
+and ``step`` are short: float32 with 4 significant bits, so that ``j * step`` is exact, the sum rounds once, and both
+numbers can be sent in a few bits. Each magnitude takes the nearest level, the higher one at a tie.
 
 - b = 1: the level is the mean magnitude.
 - b = 2: the mean of the magnitudes below the mean of all, and the mean of the others.
@@ -29,13 +29,13 @@ def kept_delta(k: int, bucket_size: int, bits: int) -> float:
 
     With up to two bits, let S = sum a_i. The errors are at most as large as with one level at the mean, so at least (1
     - 2^-8) S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j =
-    k, and k / j from there on. So delta is min(1 / k, k / n), apart from the rounding.
+    k, and k / j from there on. So delta is min(1 / k, k / n), apart from rounding.
 
-    With m > 2 levels, let X = a_1 - a_k. The largest square is captured but for 2^-8 of it, and so is a_k^2 of each
-    element: together at least (1 - 2^-8) (X^2 + k a_k^2). The others lose at most half a step, X / (2 (m - 1)), plus
-    the rounding of the two scales. With q = 4 (m - 1)^2, the sum of e_i^2 is at most 1.2 k X^2 / q + 0.006 k a_k^2. A
-    quotient of sums is at least the smallest quotient of the terms: 1 / (1 + 1.21 k / q) for those with X^2, and
-    (k / n) (1 - 2^-7) for those with a_k^2.
+    With m > 2 levels, let X = a_1 - a_k. Of the largest square, and of a_k^2 for each element, all but 2^-8 is
+    captured: together at least (1 - 2^-8) (X^2 + k a_k^2). The other elements lose at most half a step, X / (2 (m -
+    1)), plus the rounding of the two scales. With q = 4 (m - 1)^2, the sum of e_i^2 is at most 1.2 k X^2 / q + 0.006 k
+    a_k^2. A quotient of sums is at least the smallest quotient of the terms: 1 / (1 + 1.21 k / q) for the terms with
+    X^2, and (k / n) (1 - 2^-7) for the terms with a_k^2.
     """
     equal = k / bucket_size * (1 - 2**-7)
     if bits <= 2:
@@ -45,7 +45,7 @@ def kept_delta(k: int, bucket_size: int, bits: int) -> float:
 
 
 def scales_of(magnitudes: Array, bits: int) -> tuple[Array, Array]:
-    """Return the lowest level and the step of each row of magnitudes in float32; zeros count as absent."""
+    """Return the lowest level and the step for each row of magnitudes, in float32; zeros count as absent."""
     xp = array_namespace(magnitudes)
     dtype = magnitudes.dtype
     present = magnitudes > 0
@@ -56,7 +56,7 @@ def scales_of(magnitudes: Array, bits: int) -> tuple[Array, Array]:
             return lowest, xp.zeros_like(lowest)
         upper = present & (magnitudes >= mean[:, None])
         low, high = _mean_where(magnitudes, present & ~upper), _mean_where(magnitudes, upper)
-        # If all are equal, one part is empty; rounding decides which one.
+        # If all magnitudes are equal, one part is empty; rounding decides which.
         low, high = xp.where(low > 0, low, high), xp.where(high > 0, high, low)
     else:
         high = xp.max(magnitudes, axis=1)
@@ -85,7 +85,7 @@ def values_of(level: Array, negative: Array, lowest: Array, step: Array) -> Arra
 
 
 def _mean_where(magnitudes: Array, chosen: Array) -> Array:
-    """Return the mean of the chosen magnitudes of each row, 0 where there are none."""
+    """Return the mean of the chosen magnitudes of each row, 0 if none is chosen."""
     xp = array_namespace(magnitudes)
     count = xp.sum(xp.astype(chosen, xp.int32), axis=1, dtype=xp.int32)
     total = tree_sum(pad_to_power_of_two(xp.where(chosen, magnitudes, xp.zeros_like(magnitudes))))

@@ -1,4 +1,4 @@
-"""The largest elements of every bucket, exactly or rounded to a few levels; zeros elsewhere."""
+"""`TopK`: keeps the largest elements of every bucket, exactly or rounded to a few levels; zeros elsewhere."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,28 +34,30 @@ class TopK(Compressor):
     bucket_size : int
         Elements to choose from, a power of two from 8 to 65536.
     value_bits : int
-        32 sends the values in float32. 1 to 4 round each to a sign and one of 2^(value_bits - 1) magnitudes: with 1,
-        the mean magnitude of the kept elements of its bucket; with 2, the mean of the magnitudes below that mean, or of
-        the others; with 3 and 4, magnitudes evenly spaced from the smallest to the largest.
+        32 sends the values in float32. 1 to 4 round each value to a sign and one of 2^(value_bits - 1) magnitudes. With
+        1, this is the mean magnitude of the kept elements of the bucket. With 2, it is the mean of the magnitudes below
+        that mean, or the mean of the others. With 3 and 4, magnitudes are evenly spaced from the smallest to the
+        largest.
     coding : "fixed", optional
-        For values of fewer than 32 bits: send positions in whole bytes, so that payloads have a fixed length. By
-        default a coder on the host, which a compiler cannot trace, shortens them; see `qcomp.core.coding.gaps`.
+        For values of fewer than 32 bits. ``"fixed"`` sends positions in whole bytes, so that payloads have a fixed
+        length. By default a coder on the host, which a compiler cannot trace, shortens payloads; see
+        `qcomp.core.coding.gaps`.
 
     Notes
     -----
     With 32 bits, ||C(v) - v||^2 is exactly the squared norm of the dropped elements, at most (1 - k / bucket_size)
-    ||v||^2, with equality only if all magnitudes are equal. Sends 40 bits for each kept element, its value in float32
-    and its index in a byte; 48 bits if a bucket has more than 256 elements. Source: Stich et al., NeurIPS 2018,
-    definition 2.1.
+    ||v||^2, with equality only if all magnitudes are equal. Sends 40 bits for each kept element: its value in float32,
+    and its index in a byte. If a bucket has more than 256 elements, an element takes 48 bits. Source: Stich et al.,
+    NeurIPS 2018, definition 2.1.
 
     With fewer bits, the rounding error of the kept elements is added. With up to 2 bits, delta is min(k / bucket_size,
-    1 / k); with more, it is min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2. The
+    1 / k). With more bits, it is min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2. The
     rounding of levels reduces delta by a fraction of at most 2^-7. The worst case needs one element far above k - 1
     small ones; on gradients, the rounding error with 2 bits is one or two percent of the squared norm of the kept
-    elements. A payload of fixed length has 1 to 3 bytes for each of k elements, an index with the value in the lower
-    bits, and 64 bits for each bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096;
-    the positions alone need at least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after SparseLoCo,
-    arXiv 2508.15706.
+    elements. A payload of fixed length has 1 to 3 bytes for each kept element, which hold its index and, in the lower
+    bits, its value, and 64 bits for each bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements
+    of 4096; the positions alone need at least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after
+    SparseLoCo, arXiv 2508.15706.
 
     Examples
     --------
@@ -96,7 +98,7 @@ class TopK(Compressor):
 
     @cached_property
     def spec(self) -> str:
-        """The spec string, without default ``value_bits`` and ``coding``, so that 32-bit payloads keep their name."""
+        """The spec string, without default ``value_bits`` and ``coding``, so that old payloads keep their name."""
         return super().spec.replace(",value_bits=32", "").replace(",coding=None", "")
 
     @cached_property
@@ -119,7 +121,7 @@ class TopK(Compressor):
         """Return the layout: the bytes of the indices, the low ones first, and the values.
 
         With fewer bits per value: the bytes of index * 2^value_bits + value, then the lowest level and the step of each
-        bucket. With a coder: its bits.
+        bucket. With a coder: the coder's bytes.
         """
         if self.coder is not None:
             return self.coder.payload_spec(size)
@@ -145,7 +147,7 @@ class TopK(Compressor):
                 entries.append(xp.reshape(chosen, (-1,)))
                 values.append(xp.reshape(_at(rows, chosen), (-1,)))
                 continue
-            last = xp.full_like(chosen, block.filled)  # where there is nothing to keep
+            last = xp.full_like(chosen, block.filled)  # replaces elements that are 0
             chosen = xp.sort(xp.where(_at(rows, chosen) == 0, last, chosen), axis=1)
             there = chosen < last
             chosen = xp.where(there, chosen, xp.zeros_like(chosen))
@@ -168,7 +170,7 @@ class TopK(Compressor):
         return bytes_below(self.bucket_size << (0 if self.value_bits == 32 else self.value_bits))
 
     def _rounded(self, chosen: Array, kept: Array) -> tuple[Array, Array, Array]:
-        """Return the entries of kept values in rows (index, sign and level; 0 for an absent one), and the scales."""
+        """Return the entries of kept values in rows (index, sign and level; 0 if absent), and the scales."""
         xp = array_namespace(kept)
         magnitudes, bits = xp.abs(kept), self.value_bits
         lowest, step = scales_of(magnitudes, bits)
@@ -178,9 +180,9 @@ class TopK(Compressor):
         return xp.where(magnitudes > 0, entry, xp.zeros_like(entry)), lowest, step
 
     def decode(self, parts: Mapping[str, Array], size: int, dtype: Any) -> Array:
-        """Return zeros with the values at their indices; each element searches for its index among them.
+        """Return zeros with the values at their indices; each element searches for its index among the entries.
 
-        With fewer bits per value, an entry is unused unless its index is above the index of the entry before it.
+        With fewer bits per value, an entry is unused unless its index is above the index of the previous entry.
         """
         data = parts["entries"]
         xp = array_namespace(data)

@@ -1,4 +1,4 @@
-"""The choice of the snapshot from which ranks with different histories continue, from facts that they exchange."""
+"""Chooses the snapshot from which ranks with different histories resume, from facts that they exchange."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,17 @@ Report = dict[str, float]
 
 
 class Meeting(NamedTuple):
-    """The agreement of ranks that meet."""
+    """What the ranks that resume agree on."""
 
     label: int
-    """The label of the snapshot that they go back to."""
+    """The label of the snapshot to which the ranks go back."""
     next_label: int
     members: Mapping[int, int]
-    """For each rank of the old world that is here, its new number."""
+    """For each rank of the old world that is still present, its new number."""
     copies: Mapping[int, int]
     """For each absent rank of the old world whose arrays were copied, the new number of the rank that has the copy."""
     lost: tuple[int, ...]
-    """The absent ranks without a copy."""
+    """The old numbers of the absent ranks whose arrays were not copied."""
     repeated: int
     dropped: Mapping[str, float]
 
@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """The facts about a snapshot of a rank that are sent to the others."""
+    """What a rank tells the others about one of its snapshots."""
 
     label: int
     rank: int
@@ -47,9 +47,9 @@ class Seat(NamedTuple):
 
 
 def meet(told: Sequence[Any], *, restoring: bool) -> Meeting:
-    """Return the agreement of ranks; all compute the same from the same facts.
+    """Return what the ranks agree on, which all of them compute from the same facts.
 
-    They go back to the last snapshot that is held by all present ranks that were in the job when it was made. With
+    The ranks go back to the last snapshot that all present ranks hold, apart from ranks that joined after it. With
     ``restoring``, they prefer the last of these snapshots in which nothing is lost.
     """
     seats = [[Seat(*seat) for seat in facts["seats"]] if facts else [] for facts in told]
@@ -71,7 +71,7 @@ def meet(told: Sequence[Any], *, restoring: bool) -> Meeting:
 
 
 def _meeting(label: int, of_label: Mapping[int, Seat], next_label: int, steps: int) -> Meeting:
-    """Return the agreement if the ranks go back to a snapshot; ``steps`` is the most steps that any rank has made."""
+    """Return what ranks agree on if they go back to a snapshot; ``steps`` is the most steps that any rank has made."""
     members = {seat.rank: new for new, seat in of_label.items()}
     sizes = {seat.size for seat in of_label.values()}
     if len(members) < len(of_label) or len(sizes) > 1:

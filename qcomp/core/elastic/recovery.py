@@ -1,4 +1,4 @@
-"""Steps that survive the loss of ranks: the snapshots that a rank keeps, and how remaining and new ranks resume."""
+"""`Elastic`: steps that survive the loss of ranks, since remaining and new ranks resume from snapshots."""
 
 import json
 import math
@@ -50,25 +50,24 @@ class Snapshot(NamedTuple):
     params: Any
     state: OptimizerState
     left: OptimizerState | None = None
-    """The state of the rank to the left, with copies of the arrays that it alone has; None if there is no copy.
+    """The state of the rank to the left, with copies of the arrays that only that rank has; None if there is no copy.
 
     With an `OuterLoop`, the state includes that rank's parameters; see `OuterLoop.whole`.
     """
     owed: tuple[Mapping[str, float], ...] = ()
-    """For each rank, the norms by kind of the arrays that it alone had when the ranks last exchanged these norms."""
+    """For each rank, the norms of the arrays that only that rank has, by kind, as of the last exchange of norms."""
 
 
 class ElasticState(NamedTuple):
-    """The snapshots from which a rank can resume with other ranks; they share equal arrays.
+    """The snapshots from which a rank can resume with other ranks.
 
     Parameters
     ----------
     since : int
         The label of the first snapshot that this rank ever had.
     history : tuple of Snapshot
-        The last is the current one. Before it comes the snapshot from before the last computation that exchanged
-        anything, since other ranks may have to go back to it. With ``lost="restore"``, the last snapshot with copies
-        comes before that.
+        The last snapshot is the current one. The one before it precedes the last computation that exchanged anything,
+        since other ranks may have to go back to it. With ``lost="restore"``, the last snapshot with copies comes first.
     """
 
     since: int
@@ -90,7 +89,7 @@ class ElasticState(NamedTuple):
         Parameters
         ----------
         params : array or sequence of arrays
-            Must not be written to while a rank may go back to them.
+            The new parameters; they must not be overwritten while a rank may go back to them.
         """
         return self._replace(history=(*self.history[:-1], self.history[-1]._replace(params=params)))
 
@@ -104,9 +103,10 @@ class Elastic:
     call `resume`: they go back to the last snapshot that all of them have, and convert its state to the new number of
     ranks. If `resume` fails too, they repeat this.
 
-    Arrays that only one rank has are lost with it: residuals and, in some optimizers, momenta. With N ranks, E = mean_i
-    e_i + e_s is owed; of that, a dead rank d held D = e_d / N + e_s of the chunk that it served. After `resume`,
-    residuals add up to exactly E - D: sent values plus residuals are the same as before, minus D.
+    Arrays that only one rank has are lost with it: residuals and, in some optimizers, momenta. With N ranks, worker
+    residuals e_i and server residuals e_s, the ranks owe E = mean_i e_i + e_s. A dead rank d held a part D of E: e_d /
+    N plus e_s of the chunk that it served. After `resume`, residuals add up to exactly E - D: sent values plus
+    residuals are the same as before, minus D.
 
     Parameters
     ----------
@@ -114,31 +114,34 @@ class Elastic:
         The optimizer whose steps are made. For the steps of an `OuterLoop`, use `run`.
     lost : {"drop", "restore"}, default "drop"
         What happens to D. ``"drop"``: it is lost, and at most one step that exchanges is repeated. ``"restore"``:
-        after every ``every`` steps, each rank copies the arrays that it alone has to the next rank. After a death, all
-        ranks go back to the last copies that all have completed, and nothing is lost. If a rank dies together with the
-        next one, or before the first copies, its arrays are lost as with ``"drop"``.
+        after every ``every`` steps, each rank sends the next rank a copy of the arrays that no other rank has. After a
+        death, all ranks go back to the last copies that all have completed, and nothing is lost. If a rank dies
+        together with the next one, or before the first copies, its arrays are lost as with ``"drop"``.
     every : int, default 100
-        Number of steps, or of outer rounds for an `OuterLoop`, between exchanges of the norms of the arrays that each
-        rank alone has. `resume` uses the norms to report what was dropped. With ``lost="restore"``, the ranks copy
+        Number of steps (outer rounds for an `OuterLoop`) after which the ranks exchange the norms of the arrays that
+        only one rank has. `resume` uses the norms to report what was dropped. With ``lost="restore"``, the ranks copy
         these arrays at the same time.
 
     Notes
     -----
-    `resume` returns a report, equal on all ranks: ``ranks``; ``joined_ranks``, those without the snapshot;
-    ``restored_ranks`` and ``dropped_ranks``; ``repeated_steps``, the number of steps that some rank had made and that
-    all must make again; and, if the norms are known, ``dropped_KIND`` for each kind of array that is dropped, such as
-    ``dropped_worker_residual``: the norm of these arrays on the dropped ranks when the ranks last exchanged norms. A
-    worker residual counts with 1 / N in the mean, a server residual in full.
+    `resume` returns a report, equal on all ranks:
+
+    - ``ranks``: the number of ranks; ``joined_ranks``: how many of them did not have the snapshot.
+    - ``restored_ranks`` and ``dropped_ranks``: how many absent ranks left their arrays in a copy, and how many did not.
+    - ``repeated_steps``: the number of steps that some rank had made and that all must make again.
+    - ``dropped_KIND``, if the norms are known, for each kind of array that is dropped, such as
+      ``dropped_worker_residual``: the norm of these arrays on the dropped ranks when the ranks last exchanged norms. A
+      worker residual counts with 1 / N in the mean, a server residual in full.
 
     A rank that completes a step has received messages from all others in its last exchange. So all others have begun
-    that step, and no rank is more than one exchanging step ahead: the snapshot from before that step is enough. It
-    costs the memory of another set of parameters and moments, and steps cannot donate. ``"restore"`` keeps a third set,
-    and sends 32 bits per element that a rank alone has.
+    that step, and no rank is more than one exchanging step ahead: one snapshot from before that step is enough. It
+    costs the memory of another set of parameters and moments, so steps cannot overwrite their inputs. ``"restore"``
+    keeps a third set, and sends 32 bits per element of the arrays that only one rank has.
 
     Momenta and sums that differ between ranks by design, as in `ZeroOneAdam` between synchronisations, become the mean
-    over the remaining ranks. In an outer round, so do the ranks' parameters and their outer gradients under way: the
-    mean outer gradient is the mean over the remaining ranks. An array that only one rank has, as the owner of a tensor
-    in `Muon`, begins at zero if it is dropped. The caller is responsible for the state of inner optimizers.
+    over the remaining ranks. In an outer round, the ranks' parameters and the outer gradients under way become means
+    over the remaining ranks too. If an array is dropped that only one rank has, as the owner of a tensor in `Muon`, it
+    begins again at zero. The caller is responsible for the state of inner optimizers.
 
     Examples
     --------
@@ -183,7 +186,7 @@ class Elastic:
         params : array or sequence of arrays
             The parameters.
         state : OptimizerState
-            From ``optimizer.init`` or ``load_state_dict``, on all ranks alike.
+            From ``optimizer.init`` or ``load_state_dict``; all ranks must call the same of the two.
         """
         return ElasticState(0, (Snapshot(0, params, state),))
 
@@ -228,7 +231,7 @@ class Elastic:
         held: ElasticState,
         comm: Transport,
     ) -> ElasticState:
-        """Run another computation in place of a step, such as ``QSVRG.epoch_stages`` or ``OuterLoop.stages``.
+        """Run another computation instead of a step, such as ``QSVRG.epoch_stages`` or ``OuterLoop.stages``.
 
         Parameters
         ----------
@@ -251,7 +254,7 @@ class Elastic:
         computation: Callable[[Any, OptimizerState], Stages[tuple[Any, OptimizerState]]],
         held: ElasticState,
     ) -> Stages[ElasticState]:
-        """Do what `run` does as a generator of pure stages.
+        """`run` as a generator of pure stages.
 
         Parameters
         ----------
@@ -270,7 +273,7 @@ class Elastic:
         return held._replace(history=history)
 
     def share(self, held: ElasticState, comm: Transport) -> ElasticState:
-        """Copy the arrays that each rank alone has to the next rank, so that nothing is lost if a rank leaves.
+        """Send the next rank a copy of the arrays that no other rank has, so that nothing is lost if a rank leaves.
 
         All ranks call this, then some leave, and the others call `resume`. Of two neighbours only one may leave at a
         time; the last rank is a neighbour of the first.
@@ -284,7 +287,7 @@ class Elastic:
         return drive(self.share_stages(held), comm)
 
     def share_stages(self, held: ElasticState) -> Stages[ElasticState]:
-        """Do what `share` does as a generator of pure stages.
+        """`share` as a generator of pure stages.
 
         Parameters
         ----------
@@ -348,7 +351,7 @@ class Elastic:
         names: Sequence[str] | None = None,
         number: int = 0,
     ) -> Stages[tuple[ElasticState, Report]]:
-        """Do what `resume` does as a generator of pure stages.
+        """`resume` as a generator of pure stages.
 
         Parameters
         ----------
@@ -431,7 +434,7 @@ class Elastic:
         return (*copied, last, new) if needed else (last, new)
 
     def _tell(self, last: Snapshot) -> Stages[tuple[Mapping[str, float], ...]]:
-        """Exchange and return the norms of the arrays that each rank alone has, by kind."""
+        """Exchange and return the norms, by kind, of the arrays that only one rank has."""
         squares: dict[str, list[float]] = defaultdict(list)
         for key, x in self._own(self._whole(last)):
             squares[kind_of(key)].append(sum_of_squares(flat(x)))
@@ -442,7 +445,7 @@ class Elastic:
         return tuple([json.loads(text) for text in texts])
 
     def _copy(self, last: Snapshot) -> Stages[Snapshot]:
-        """Send the arrays that only this rank has to the next rank; return the snapshot with the previous rank's."""
+        """Send the next rank the arrays that no other rank has; return the snapshot with the left rank's arrays."""
         state, like = self._whole(last), as_tensors(last.params, "params")[0]
         if state.size == 1:
             return last
@@ -465,18 +468,18 @@ class Elastic:
         return last._replace(left=self._with_own(self._without_own(last, left), iter(copies)))
 
     def _own_kinds(self, state: OptimizerState) -> set[str]:
-        """Return the kinds of arrays that a rank alone has."""
+        """Return the kinds of arrays that only one rank has."""
         owned = self.optimizer.mean_of(state).owned_kinds
         return {WORKER, SERVER, *owned, *self.optimizer.own_kinds(state.stage)}
 
     def _own(self, state: OptimizerState) -> list[tuple[str, Array]]:
-        """Return the arrays that a rank alone has, with their keys."""
+        """Return the arrays that only the state's rank has, with their keys."""
         kinds = self._own_kinds(state)
         arrays = named_arrays(state, self.optimizer.mean_of(state))
         return [(key, x) for key, x in arrays if kind_of(key) in kinds]
 
     def _with_own(self, state: OptimizerState, arrays: Iterator[Array]) -> OptimizerState:
-        """Return a state with these as the arrays that its rank alone has, in the order of `_own`."""
+        """Return a state with ``arrays``, in the order of `_own`, as the arrays that only its rank has."""
         kinds, of_mean = self._own_kinds(state), self.optimizer.mean_of(state).kinds
 
         def taken(kind: str, group: Sequence[Array]) -> tuple[Array, ...]:

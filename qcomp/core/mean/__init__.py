@@ -1,1 +1,1 @@
-"""The compressed mean over ranks."""
+"""The compressed mean over ranks: its messages, topologies and residuals, and the means of matrices."""

@@ -1,4 +1,4 @@
-"""The settings of an optimizer's mean over ranks."""
+"""`Averaging` and `PowerSGD`: the settings of an optimizer's mean over ranks."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -66,7 +66,7 @@ class Averaging:
 
 @dataclass(frozen=True)
 class PowerSGD(Averaging):
-    """Average matrices by PowerSGD: two thin factors of each instead of its elements, with error feedback.
+    """Average matrices by PowerSGD: ranks send two thin factors of each instead of its elements, with error feedback.
 
     Used as the ``averaging`` of an optimizer, of an outer loop, or of the hook for DistributedDataParallel. The
     ``compressor`` beside it then compresses the factors, and must lose little: pass ``Identity()`` or

@@ -1,4 +1,4 @@
-"""Cuts the tensors of a compressed mean into one chunk for every server: pure integers."""
+"""Cuts the tensors of a compressed mean, given by their sizes, into one chunk for every server."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,9 +17,9 @@ class Segment(NamedTuple):
     start: int
     """First element within the tensor."""
     stop: int
-    """Element after the last."""
+    """The element after the last element within the tensor."""
     bucket: int
-    """Number of the first bucket in keys; no two tensors share the draws of a bucket."""
+    """Number of the first bucket in keys. No two tensors have a bucket number in common, so none share draws."""
 
     @property
     def size(self) -> int:
@@ -32,16 +32,16 @@ Chunk = tuple[Segment, ...]
 Chunks = tuple[Chunk, ...]
 """All chunks of the tensors, in the order of their servers."""
 Cutter = Callable[[Sequence[int], Sequence[int], int], Chunks]
-"""A function such as `cut`, of the sizes of tensors, their bucket sizes and the number of chunks."""
+"""A function like `cut`, of the sizes of tensors, their bucket sizes and the number of chunks."""
 
 
 def cut(sizes: Sequence[int], bucket_size: int | Sequence[int], count: int) -> Chunks:
     """Cut tensors of these sizes into ``count`` chunks of ceil(buckets / count) whole buckets.
 
-    A bucket never crosses a tensor's boundary. The last chunks are shorter or empty if the count does not divide the
-    buckets. The bucket size is the same for all tensors, or given for each. The number of a tensor's first bucket is
-    the number of elements before it, in units of its bucket size. For these numbers, every bucket size is rounded up to
-    a power of two, since a compressor may pad a bucket to that size and draw for the padding.
+    A bucket never crosses a tensor's boundary. The last chunks are shorter or empty if the number of buckets is no
+    multiple of the count. The bucket size is the same for all tensors, or given for each. The number of a tensor's
+    first bucket is the number of elements before it, in units of its bucket size. For these numbers, every bucket size
+    is rounded up to a power of two, since a compressor may pad a bucket to that size and draw for the padding.
 
     Examples
     --------
@@ -53,7 +53,7 @@ Segment(tensor=1, start=0, stop=8, bucket=3)))
     return _cut(tuple(sizes), lengths, count)
 
 
-@lru_cache(maxsize=4096)  # a step cuts the same tensors as the step before
+@lru_cache(maxsize=4096)  # every step cuts the same tensors
 def _cut(sizes: tuple[int, ...], lengths: tuple[int, ...], count: int) -> Chunks:
     counts = [bucket_count(size, length) for size, length in zip(sizes, lengths, strict=True)]
     per_chunk = max(1, -(-sum(counts) // count))

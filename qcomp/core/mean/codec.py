@@ -1,4 +1,4 @@
-"""Chunks to messages and back: compressed with feedback, averaged over ranks, decoded."""
+"""`Codec`: compresses chunks into messages, with feedback, and decodes or averages the messages of the ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -32,23 +32,23 @@ _FRAME, _MESSAGE, _VERDICT = attrgetter("frame"), attrgetter("message"), attrget
 
 
 class Compressed(NamedTuple):
-    """The result of compressing for one exchange, on one rank."""
+    """What one rank has compressed for one exchange."""
 
     messages: tuple[Array, ...]
     """A message for each chunk."""
     residuals: tuple[Array, ...]
     """The new residual of each tensor, flat; empty without feedback."""
     error: NonFiniteError | None
-    """The error that kept this rank from compressing; the messages are then refusals, and every rank will raise."""
+    """The error that kept this rank from compressing. The messages are then refusals, and every rank will raise."""
 
 
 class Verdicts:
     """The verdicts of the ranks on their values, read once for all exchanges of a mean.
 
     A rank that cannot compress, because a value is not finite, sends refusals to all its peers: so no rank blocks, and
-    all raise in the same stage. A verdict lies in the memory of its message, and reading it stalls a device; so the
-    verdicts are collected, and read when the last has arrived. Until that moment the ranks continue even after a
-    refusal, whose results are discarded.
+    all raise in the same stage. A verdict is part of a message on the device, and reading it makes the host wait for
+    the device. So verdicts are collected, and read when the last has arrived. Until then the ranks continue even after
+    a refusal, and results made from refusals are discarded.
 
     Parameters
     ----------
@@ -62,13 +62,13 @@ class Verdicts:
         self._unread: list[list[Array]] = []
 
     def add(self, verdicts: list[Array], error: NonFiniteError | None) -> None:
-        """Take the verdict of each rank's message; see `require_accepted`."""
+        """Take the verdicts in the messages of all ranks; see `require_accepted`."""
         self._unread.append(verdicts)
         if self.at_once:
             self.require_accepted(error)
 
     def require_accepted(self, error: NonFiniteError | None) -> tuple[Array, ...]:
-        """Read all verdicts, and raise `NonFiniteError` on every rank alike if any rank has refused.
+        """Read all verdicts, and raise the same `NonFiniteError` on every rank if any rank has refused.
 
         The error blames the ranks that refused in the first exchange with a refusal. It is raised from ``error``, which
         kept this rank from compressing.
@@ -102,9 +102,9 @@ class Codec:
     Parameters
     ----------
     tensors : sequence of arrays
-        Flat arrays of the sizes, dtype, library and device of what will be decoded.
+        Flat arrays like the tensors that will be decoded: with their sizes, dtype, library and device.
     like : array, optional
-        Gives library and device where there may be no tensor.
+        Gives library and device, if there may be no tensor.
     """
 
     def __init__(self, tensors: Sequence[Array], like: Array | None = None) -> None:
@@ -126,9 +126,9 @@ class Codec:
         """Compress all chunks of these tensors, with feedback if there are residuals.
 
         The chunks cover each tensor in order. With ``donate`` the new residuals overwrite the tensors; the old
-        residuals are never written to, so that they survive if any rank refuses. With ``blends``, the momenta that the
-        tensors are blended into are compressed instead. ``into`` may hold a buffer for the new residual of each tensor;
-        it is ignored with ``donate``.
+        residuals are never written to, so that they survive if any rank refuses. With ``blends``, the tensors are
+        blended into momenta, which are compressed instead. ``into`` may hold a buffer for the new residual of each
+        tensor, which is not used with ``donate``.
         """
         over_values = bool(residuals) and donate and all(map(is_mutable, tensors))
         buffers: Sequence[Any] = (
@@ -160,7 +160,7 @@ class Codec:
         """Return the message of each chunk, whose segments are compressed one after the other."""
         of_chunks = [_encode_chunk(frame, tensors, news, key, blends) for frame in frames]
         verdict = self._verdict([encoded for of_chunk in of_chunks for encoded in of_chunk])
-        # A message is a copy of its payloads: freeing these one chunk at a time halves the memory.
+        # A message is a copy of its payloads: freeing the payloads chunk by chunk halves the memory.
         return [frame.join([encoded.data for encoded in of_chunks.pop(0)], verdict) for frame in frames]
 
     def encode_average(
@@ -171,9 +171,9 @@ class Codec:
         *,
         into: Sequence[Array | None] = (),
     ) -> Compressed:
-        """Compress what `average` returns, with feedback if there is a residual for each segment.
+        """Compress the mean that `average` would return, with feedback if there is a residual for each segment.
 
-        The new residuals are in the buffers of ``into``, if they are given.
+        The new residuals are written to the buffers of ``into``, if there are any.
         """
         frame = opened[0].frame
         kernel = getattr(self._kernels, "compress_mean_frame", None)
@@ -207,7 +207,7 @@ class Codec:
         verdicts: Verdicts,
         error: NonFiniteError | None,
     ) -> list[Opened]:
-        """Return the contents of the message from each rank, and add the verdicts to ``verdicts``.
+        """Return the contents of the message from each rank, and add their verdicts to ``verdicts``.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class Codec:
             raise PayloadError(f"the message from rank {rank} {error_of_message}") from error_of_message
 
     def refuses(self, message: Array, frame: Frame, rank: int) -> bool:
-        """Return whether a message from a rank is a refusal; reads its verdict."""
+        """Read the verdict of a message from a rank, and return whether the message is a refusal."""
         return int(self.open_from(rank, message, frame).verdict[0]) != _FINE
 
     def decode(self, opened: Opened) -> list[Array]:
@@ -241,7 +241,7 @@ class Codec:
         return self._decode(opened)
 
     def decode_tensors(self, opened: Sequence[Opened]) -> list[Array]:
-        """Return the tensors whose segments are in these chunks; tensors without segments are returned as they are."""
+        """Return the tensors that these chunks hold; a tensor without segments is returned as this codec has it."""
         return assemble([one.frame.chunk for one in opened], list(map(self._decode, opened)), self.tensors)
 
     def decode_into(self, places: Sequence[Array], opened: Sequence[Opened]) -> None:
@@ -319,7 +319,7 @@ class Codec:
         return self.tensors[segment.tensor][segment.start : segment.stop]
 
     def _verdict(self, compressed: Sequence[Encoded]) -> Array:
-        """Return the byte that ends a message: the verdict of the devices, without waiting for them."""
+        """Return the byte that ends a message: the devices' verdict, without waiting for the devices."""
         flags = [encoded.refused for encoded in compressed if encoded.refused is not None]
         if not flags:
             return self._byte(_FINE)
@@ -332,13 +332,13 @@ class Codec:
 
 
 def unsealed(codec: Codec, sealed: Array, frame: Frame, sender: int, ranks: int) -> tuple[Array, set[int]]:
-    """Return a sealed message, and the ranks to blame if it is a refusal."""
+    """Return the message inside a sealed one, and the ranks to blame if it is a refusal."""
     message, accused = unseal(sealed, ranks)
     return message, (accused or {sender}) if codec.refuses(message, frame, sender) else set()
 
 
 class _NewResiduals:
-    """The new residuals of tensors: buffers that are filled part by part, or parts where arrays are immutable."""
+    """The new residuals of tensors: buffers that are filled part by part, or, for immutable arrays, a list of parts."""
 
     def __init__(self, old: Sequence[Array], buffers: Sequence[Array | None], *, over_values: bool) -> None:
         self.old = old
@@ -347,7 +347,7 @@ class _NewResiduals:
         self._parts: list[list[Array]] = [[] for _ in old]
 
     def buffer(self, tensor: int, part: slice, values: Array) -> Array | None:
-        """Return the buffer of the next part: ``values``, that part of the tensor, if the tensor is used up."""
+        """Return the buffer for a part of a residual: ``values``, that part of the tensor, if it may be overwritten."""
         if not self.old:
             return None
         if self._over_values:
@@ -356,7 +356,7 @@ class _NewResiduals:
         return None if buffer is None else buffer[part]
 
     def add(self, tensor: int, part: Array | None) -> None:
-        """Take the next part, which is in its buffer already if it has one."""
+        """Take the next part, which is already in its buffer if there is one."""
         if part is not None and self.buffers[tensor] is None:
             self._parts[tensor].append(part)
 
@@ -407,7 +407,7 @@ def assemble(
 
 
 def unless_refused(means: Sequence[Array], verdicts: Sequence[Array]) -> Sequence[Array]:
-    """Return the means, or NaN if a traced verdict is a refusal: compiled programs cannot raise errors."""
+    """Return the means, or NaN if a traced verdict is a refusal, since compiled programs cannot raise errors."""
     if not verdicts:
         return means
     xp = array_namespace(verdicts[0])

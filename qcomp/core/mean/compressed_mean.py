@@ -1,4 +1,4 @@
-"""The compressed mean over ranks: what users call."""
+"""`CompressedMean`: the compressed mean over ranks, as users call it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ __all__ = [
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 _MOST_LAYOUTS = 256
-"""How many layouts a mean remembers; a caller who passes other shapes in every step must not fill the memory."""
+"""How many layouts a mean remembers, so that it does not fill the memory if shapes change in every step."""
 
 
 class Terms(NamedTuple):
@@ -82,9 +82,9 @@ class Terms(NamedTuple):
     blends: Sequence[Blend] = ()
     overwrite: bool = False
     at_once: bool = False
-    """Whether there is only one round; set by callers that already group tensors."""
+    """Whether there is only one round; callers set it if they group tensors themselves."""
     whiteners: Sequence[Array] = ()
-    """The whitener of each array of x, or empty; only an `OwnedMean` takes them."""
+    """The whitener of each array of x, or empty. Only an `OwnedMean` takes whiteners."""
 
 
 class Computation(NamedTuple):
@@ -103,16 +103,16 @@ class CompressedMean:
     Parameters
     ----------
     compressor : Compressor or sequence of Compressor
-        One compressor for all tensors, or one for each. Each tensor uses ``compressor.for_shape(shape)``. Workers and
-        servers use the same one.
+        One compressor for all tensors, or one for each. Each tensor uses ``compressor.for_shape(shape)``, on workers
+        and on servers.
     topology : str, default "two_phase"
         ``"two_phase"``: the vector is cut into a chunk for every rank. Each rank is the server of its chunk: it
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
         ``"all_gather"``: every rank sends its payload to every other. One compression, N times the bytes.
-        ``"hierarchical"``: exact sums inside each node, two phases between nodes; the result is relayed inside the
-        node. On a single node the mean is exact.
+        ``"hierarchical"``: exact sums inside each node, two phases between nodes; then the result is sent to all ranks
+        of the node. On a single node the mean is exact.
         ``"ring"``: the sum of each chunk grows from rank to rank, and each rank compresses it anew for the next. Each
-        rank sends to one neighbour only, and a value is rounded up to N times.
+        rank sends to only one neighbour, and compression rounds a value up to N times.
         ``"auto"``: `init` selects the fastest of these with the cost model, once; the state records the choice. See
         `qcomp.core.mean.topologies.choice.choose_topology`.
         Or the name of a topology that was registered with `qcomp.topologies.register`.
@@ -124,25 +124,26 @@ class CompressedMean:
     divisor : {"ranks", "senders"}, default "ranks"
         What the sum over the ranks is divided by at each element: the number of ranks, or with ``"senders"`` the number
         of ranks whose payload is not 0 there. Both are the same for compressors that drop no elements. With
-        ``"senders"`` and a compressor that drops some, such as `TopK`, an element that only one rank sends moves by its
-        full value, and the sum identity does not hold. Needs the topology ``"all_gather"``.
+        ``"senders"`` and a compressor that drops some elements, such as `TopK`, the mean of an element that only one
+        rank sends is its full value, and the sum identity does not hold. ``"senders"`` needs the topology
+        ``"all_gather"``.
 
     Notes
     -----
     If b is the bytes of the payload of the whole vector, each of N ranks sends 2 (N - 1) / N * b bytes in two phases
-    and (N - 1) * b by all-gather, plus a few bytes of verdict and padding. For the others see
-    `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, each
-    exchange is preceded by another, of 16 N bytes to every rank, which announces the lengths. All ranks decode the same
-    bytes, so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum
-    identity: the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the
-    last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    and (N - 1) * b by all-gather, plus a few bytes of verdict and padding. For the other topologies see
+    `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, another
+    exchange, of 16 N bytes to every rank, announces the lengths before each exchange. All ranks decode the same bytes,
+    so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum identity:
+    the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the last step.
+    Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
-    All-gather rounds a value once. Two phases round it twice, and so does the hierarchical mean between nodes; inside
-    a node it rounds nothing. A ring rounds sums N - 1 times and their mean once. With an unbiased compressor the mean
-    is unbiased in every topology, and the variances of the roundings add up.
+    With all-gather, compression rounds a value once. Two phases round it twice. The hierarchical mean rounds it twice
+    between nodes, and never inside a node. A ring rounds sums N - 1 times and their mean once. With an unbiased
+    compressor the mean is unbiased in every topology, and the variances of the roundings add up.
 
-    Elements that are 0 on all ranks stay 0 if the compressor has ``traits.keeps_zero``; `ScaledSign` and `LloydMax` do
-    not, and nothing here warns of it.
+    Elements that are 0 on all ranks stay 0 if the compressor has ``traits.keeps_zero``. `ScaledSign` and `LloydMax` do
+    not keep zeros, and a `CompressedMean` gives no warning.
 
     Examples
     --------
@@ -158,18 +159,18 @@ class CompressedMean:
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("worker_residual", "server_residual")
-    """The names in checkpoints of the arrays in ``MeanState.worker``, then of those in ``MeanState.server``."""
+    """The kinds of the arrays in ``MeanState.worker`` and ``MeanState.server``, as checkpoints name them."""
 
     owned_kinds: ClassVar[tuple[str, ...]] = ()
-    """Those of ``kinds`` that exist once in the world for each tensor, on the rank that owns it."""
+    """The part of ``kinds`` of which only the rank that owns a tensor has an array."""
     tracked_kinds: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """For each kind whose mean over the ranks is another kind, that other kind, which all ranks hold in full."""
+    """Maps each kind whose mean over the ranks is another kind to that other kind, which all ranks hold in full."""
     part_kinds: ClassVar[tuple[str, ...]] = ()
-    """Kinds of arrays in a state that hold a part of each tensor on each rank; see `starts`."""
+    """Kinds of arrays of which each rank holds a part for each tensor; see `starts`."""
     low_rank: ClassVar[bool] = False
     """Whether matrices are approximated by factors."""
     in_one: ClassVar[bool] = False
-    """Whether a mean has one round, however large."""
+    """Whether even a large mean has only one round."""
 
     compressor: Compressor | Sequence[Compressor]
     topology: str = "two_phase"
@@ -192,7 +193,7 @@ class CompressedMean:
 
     @cached_property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The one compressor of all tensors, or the compressor of each."""
+        """The compressor of all tensors, alone in a tuple, or the compressor of each tensor."""
         return self.compressor if isinstance(self.compressor, tuple) else (self.compressor,)
 
     @property
@@ -229,7 +230,8 @@ class CompressedMean:
         x : array or sequence of arrays
             Arrays with the shapes and dtypes of what will be averaged.
         comm : Communicator
-            The state keeps its rank and size and, if the topology depends on nodes, which ranks share a ``host``.
+            The communicator. The state keeps the rank and size and, if the topology depends on nodes, which ranks share
+            a ``host``.
 
         Raises
         ------
@@ -246,7 +248,7 @@ class CompressedMean:
     def init_stages(
         self, x: Array | Sequence[Array], *, rank: int, size: int, host: str | None = None
     ) -> Stages[MeanState]:
-        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
+        """`init` as a generator of pure stages, for callers that move the buffers themselves.
 
         Parameters
         ----------
@@ -282,7 +284,7 @@ class CompressedMean:
         }
 
     def node_stages(self, host: str | None, *, size: int, like: Array) -> Stages[tuple[int, ...]]:
-        """Return the node of each rank, the same on all ranks; empty, without an exchange, if they do not matter."""
+        """Return the node of each rank, equal on all ranks; empty, without an exchange, if nodes do not matter."""
         if self.topology != AUTO and not self.resolved.wants_nodes:
             return ()
         return (yield from node_stages(host, size=size, like=like, topology=self.topology))
@@ -307,11 +309,11 @@ class CompressedMean:
 
     def around(self, compressors: tuple[Compressor, ...]) -> CompressedMean:
         """Return this mean with one compressor for each tensor: the same object for the same tuple."""
-        return self._like(id(compressors), compressor=compressors)  # which keeps the tuple, and so its id
+        return self._like(id(compressors), compressor=compressors)  # the mean keeps the tuple, and so its id
 
     def _like(self, key: object, **changes: Any) -> Self:
         """Return this mean with some fields changed: the same object for the same key."""
-        known = self._others  # ranks in threads of one process share it
+        known = self._others  # shared by ranks in threads of one process
         mean = known.get(key)
         if mean is None:
             if len(known) >= _MOST_LAYOUTS:
@@ -375,7 +377,7 @@ class CompressedMean:
         """
         shapes = tuple(shapes)
         asked = (shapes, rank, size, nodes, dtypes)
-        known = self._layouts  # ranks in threads of one process share it
+        known = self._layouts  # shared by ranks in threads of one process
         layout = known.get(asked)
         if layout is None:
             operands = Operands(
@@ -413,7 +415,7 @@ class CompressedMean:
     ) -> tuple[Any, MeanState]:
         """Average x over the ranks of a communicator; see `stages`.
 
-        If all ranks pass a ``weight``, the mean is weighted by each rank's own; see `weighted`.
+        If all ranks pass a ``weight``, each rank's x counts by its own weight; see `weighted`.
         """
         require_rank(state, comm)
         if weight is not None:
@@ -445,17 +447,18 @@ class CompressedMean:
         state : MeanState
             From `init` or from the last call.
         key : Key, optional
-            Required by compressors that draw: seed, step and tensor. The rank and hop are filled in.
+            Required by compressors that draw at random: a key with seed, step and tensor. The mean adds the rank and
+            hop.
         donate : bool, default False
-            Whether x may be used up: the new residuals then take its buffers, and its values are lost even if this
-            raises. In addition to the mean and the new residuals, a mean needs memory for the payloads and for the
-            float32 values of one chunk. A ring does not use up x. Neither does a hierarchical mean, which needs memory
-            for a copy of x, for what its node sends, and for the sum.
+            Whether the new residuals may take the buffers of x, whose values are then lost even if this raises. In
+            addition to the mean and the new residuals, a mean then needs memory for the payloads and for the float32
+            values of one chunk. A ring keeps x. A hierarchical mean keeps x too, and needs memory for a copy of x, for
+            what its node sends, and for the sum.
         blends : sequence of Blend
-            One for each array of x: average the momenta that the arrays are blended into.
+            One for each array of x. The arrays are blended into momenta, and the momenta are averaged.
         overwrite : bool, default False
-            Whether the means may take the buffers of x, which saves memory and time. x is only written to once nothing
-            can be refused any more.
+            Whether the means may take the buffers of x, which saves memory and time. The buffers are written only when
+            no rank can refuse any more.
 
         Yields
         ------
@@ -519,7 +522,7 @@ class CompressedMean:
         count = 1 if in_one else count_rounds(dtypes, sizes)
         joined = self.lossless and count == 1 and len(set(dtypes)) == 1 and not sends_nothing
         mean: CompressedMean = self
-        if joined:  # nothing depends on the boundaries, and one vector is faster than many
+        if joined:  # the result does not depend on the boundaries, and one vector is faster than many
             vectors, shapes = [concat(vectors)], ((sum(sizes),),)
             dtypes = (dtype_name(vectors[0].dtype),)
             mean = self._of_one_vector
@@ -539,7 +542,7 @@ class CompressedMean:
             whiteners=terms.whiteners,
             divisor=self.divisor,
         )
-        join: Callable[[Sequence[Averaged]], Averaged] = itemgetter(0)  # of one round
+        join: Callable[[Sequence[Averaged]], Averaged] = itemgetter(0)  # the result of the only round
         if sends_nothing:
             rounds = [alone(vectors, self.compressors[0].spec)]
         elif count == 1:
@@ -559,7 +562,7 @@ class CompressedMean:
         return Computation(rounds, finish)
 
     def _momenta(self, vectors: Sequence[Array], blends: Sequence[Blend]) -> list[Array]:
-        """Return the momenta that vectors are blended into; many small ones in one call, if nothing overwrites them."""
+        """Return the momenta into which vectors are blended; many small vectors are blended in one call."""
         momenta, numbers = [b.m for b in blends], [b[1:] for b in blends]
         sizes = [m.shape[0] for m in momenta]
         dtypes = {x.dtype for x in (*vectors, *momenta)}

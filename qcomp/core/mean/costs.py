@@ -1,4 +1,4 @@
-"""The cost of a mean, from links, clusters and loads; see docs/planning/README.md."""
+"""The cost model of means: a `Link`, a `Cluster` and a `Load` give a `Cost`; see docs/planning/README.md."""
 
 import math
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Link:
     duplex : bool
         Whether both directions have the full bandwidth at once; otherwise they share it.
     streams : float
-        Number of ranks of a node that reach this bandwidth at once. 1 if one rank can use the node's whole bandwidth;
-        more if a single connection cannot, as with TCP on fast Ethernet; infinite if each rank has its own link.
+        Number of ranks of a node that reach this bandwidth at once. 1 if one rank can use the node's whole bandwidth.
+        More than 1 if a single connection cannot, as with TCP on fast Ethernet. Infinite if each rank has its own link.
     per_message : float, optional
         Seconds that each further message of the same exchange takes. The default is the latency, as if messages were
         sent one after the other.
@@ -51,7 +51,7 @@ class Link:
             require("per_message", self.per_message, 0 <= self.per_message < math.inf, "seconds, at least 0")
 
     def seconds(self, sent: float, *, ranks: int, messages: int) -> float:
-        """Return how many seconds an exchange takes in which ranks of a node each send and receive this many bytes.
+        """Return the seconds that an exchange takes if ranks of a node each send and receive ``sent`` bytes.
 
         Parameters
         ----------
@@ -60,7 +60,7 @@ class Link:
         ranks : int
             Number of the node's ranks that take part at once.
         messages : int
-            Number of messages that carry the bytes; with 0 the exchange takes no time.
+            Number of messages that carry the bytes. With 0 messages, the exchange takes no time.
         """
         if messages == 0:
             return 0.0
@@ -85,7 +85,7 @@ class Cluster:
     ----------
     ranks : int
     link : Link
-        The link between nodes; between all ranks if each node has one rank.
+        The link between nodes, and so between all ranks if each node has one rank.
     ranks_per_node : int
         A divisor of the number of ranks.
     inside : Link
@@ -109,7 +109,7 @@ class Cluster:
 
 
 class Load(NamedTuple):
-    """The size of what is averaged, and the speed at which a rank compresses it."""
+    """The size of the averaged vector, and the speed at which a rank compresses it."""
 
     size: int
     """Number of elements."""
@@ -126,7 +126,7 @@ class Load(NamedTuple):
     copy: float
     """Seconds per element to copy float32."""
     exact: int = 0
-    """Number of elements that are not compressed; they only cost time on the wire."""
+    """Number of elements that are not compressed, which only cost time on the wire."""
     call: float = 0.0
     """Fixed seconds per exchange, to start it and assemble its messages."""
 
@@ -153,7 +153,7 @@ class Cost(NamedTuple):
 
 
 def around(sent: float, cluster: Cluster) -> float:
-    """Return how many seconds each rank takes to send this many bytes to its neighbour, in 2 (N - 1) steps."""
+    """Return how many seconds each rank takes to send ``sent`` bytes to its neighbour, in 2 (N - 1) steps."""
     # One rank of each node sends to the next node, the others to ranks of their node, all in the same steps.
     links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
     if not links:
@@ -163,18 +163,18 @@ def around(sent: float, cluster: Cluster) -> float:
 
 
 def to_all(share: float, cluster: Cluster) -> float:
-    """Return how many seconds each rank takes to send this many bytes to every other rank."""
+    """Return how many seconds each rank takes to send ``share`` bytes to every other rank."""
     lanes, others = cluster.ranks_per_node, cluster.ranks - cluster.ranks_per_node
     between = cluster.link.seconds(others * share, ranks=lanes, messages=others)
     return max(between, inside(share, cluster))
 
 
 def inside(share: float, cluster: Cluster) -> float:
-    """Return how many seconds each rank takes to send this many bytes to every other rank of its node."""
+    """Return how many seconds each rank takes to send ``share`` bytes to every other rank of its node."""
     lanes = cluster.ranks_per_node
     return cluster.inside.seconds((lanes - 1) * share, ranks=lanes, messages=lanes - 1)
 
 
 def announcements(load: Load, exchanges: int, cluster: Cluster) -> float:
-    """Return the seconds to announce the lengths of messages; 0 if these do not vary."""
+    """Return how many seconds the announcements of message lengths take; 0 if the lengths do not vary."""
     return exchanges * to_all(_LENGTH * cluster.ranks, cluster) if load.variable_length else 0.0

@@ -1,4 +1,4 @@
-"""EF21: ranks send compressed changes of their vectors, and add up all changes."""
+"""`EF21Mean`: ranks send compressed changes of their vectors, and add up all changes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,11 +32,12 @@ class EF21Mean(CompressedMean):
     Parameters
     ----------
     compressor : Compressor or sequence of Compressor
-        One for all tensors, or one for each. A contraction, such as `TopK`, `ScaledSign` with scale "l1", or `Scaled`.
+        One compressor for all tensors, or one for each. Each must be a contraction, such as `TopK`, `ScaledSign` with
+        scale "l1", or `Scaled`.
 
     Notes
     -----
-    Estimates start at 0, so the first ones are C(x_i). For a contraction with delta and constant vectors,
+    Estimates start at 0, so after one step they are C(x_i). For a contraction with delta and constant vectors,
     |x_i - g_i'|^2 <= (1 - delta) |x_i - g_i|^2; top-k of d elements is exact after ceil(d / k) steps. All ranks decode
     the same bytes and add in rank order, so they hold the same g bit for bit. The additions to g and to the estimates
     are rounded separately: after T steps g differs from the mean of the estimates by up to about T roundings of the
@@ -86,7 +87,7 @@ class EF21Mean(CompressedMean):
 
     @cached_property
     def resolved(self) -> Topology:
-        """All-gather of changes."""
+        """The topology: all-gather of changes."""
         return super().resolved if self.lossless else _TRACKING
 
 
@@ -96,7 +97,7 @@ class _Tracking(GatherAll):
     blends = False
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Take all tensors as one chunk; both kinds of residuals are whole tensors."""
+        """Lay out all tensors as one chunk, and estimates of both kinds as whole tensors."""
         layout = super().lay_out(operands, chunks)
         return replace(layout, residuals=Residuals(operands.whole, operands.whole))
 
@@ -125,6 +126,6 @@ _TRACKING = _Tracking()
 
 
 def _put(values: Sequence[Array], places: Sequence[Array | None]) -> tuple[Array, ...]:
-    """Return values, written into their buffers where given."""
+    """Return values; a value that has a buffer is written into it."""
     pairs = zip(values, places or [None] * len(values), strict=True)
     return tuple(x if place is None else write_into(place, x) for x, place in pairs)

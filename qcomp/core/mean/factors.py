@@ -1,4 +1,4 @@
-"""Which tensors are averaged by two factors, which rank owns each factor, and how its mean gets to all ranks."""
+"""Which tensors PowerSGD averages by two factors, which rank owns each factor, and how all ranks get its mean."""
 
 import heapq
 import math
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 Finish = Callable[[Sequence[Array]], Sequence[Array]]
-"""A function of the means of factors, with the same bits on every rank."""
+"""A function that is applied to the means of factors, and returns the same bits on every rank."""
 Server = Callable[..., Compressed]
-"""`serve` for factors that arrive at their owner, with some ``finish``."""
+"""`serve`, for factors that arrive at their owner, with ``finish`` already given."""
 
 
 class Matrix(NamedTuple):
@@ -49,14 +49,14 @@ class Matrix(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """How the left or the right factors of all matrices get to all ranks."""
+    """How the left factors, or the right factors, of all matrices get to all ranks."""
 
     layout: Layout
-    """The layout of the packs, each a vector: one chunk for each owner, or one for all packs without owners."""
+    """The layout of the packs, which are vectors: one chunk per owner, or one chunk in all if there are no owners."""
     packs: tuple[tuple[int, ...], ...]
-    """The factors in each pack, all of one owner; only factors compressed element by element share a pack."""
+    """The factors in each pack, all of one owner. Only factors that are compressed by element share a pack."""
     shapes: tuple[tuple[int, int], ...]
-    """The rank and the length of the rows of each factor."""
+    """The shape of each factor: its number of rows, which is the rank of the matrix, and their length."""
 
     def joined(self, factors: Sequence[Array]) -> list[Array]:
         """Return the packs of factors."""
@@ -70,7 +70,7 @@ class Factors(NamedTuple):
 
 
 class FactorPlan(NamedTuple):
-    """For one rank, all facts about a mean that depend on the shapes of its tensors but not on their values."""
+    """What one rank must know about a mean, as far as it depends on the tensors' shapes, but not on their values."""
 
     matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
@@ -79,9 +79,9 @@ class FactorPlan(NamedTuple):
     right: Factors
 
 
-@lru_cache(256)  # asked several times in every step
+@lru_cache(256)  # called several times in every step
 def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression: float) -> tuple[Matrix, ...]:
-    """Return the tensors of these shapes that do not stay exact, as matrices; see `PowerSGDMean`."""
+    """Return, as matrices, the tensors that do not stay exact; see `PowerSGDMean`."""
     found = []
     for tensor, shape in enumerate(shapes):
         size = math.prod(shape)
@@ -95,7 +95,7 @@ def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression:
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of a tensor: its first axes and the others, cut where their sum is smallest."""
+    """Return the rows and columns of a tensor: its first axes and its other axes, cut where their sum is smallest."""
     size = math.prod(shape)
     return min(((rows, size // rows) for rows in accumulate(shape[:-1], mul)), key=sum)
 
@@ -109,7 +109,7 @@ def make_plan(
     *,
     owners: int,
 ) -> FactorPlan:
-    """Return the plan of a mean.
+    """Return one rank's plan of a mean.
 
     ``numbers`` has the number of each tensor's first bucket, for draws; ``dtypes`` the names of the compute dtypes.
     ``owners`` is how many ranks own factors: all, or 1 if no factor needs an owner.
@@ -118,7 +118,7 @@ def make_plan(
     rest = tuple(i for i in range(len(dtypes)) if i not in low_rank)
 
     def factors(lengths: Sequence[int], shift: int) -> Factors:
-        """Return how one factor of each matrix, with rows of these lengths, gets to all ranks."""
+        """Return how one factor of each matrix gets to all ranks; ``lengths`` are the lengths of the factors' rows."""
         shapes = tuple((m.rank, length) for m, length in zip(matrices, lengths, strict=True))
         chosen = [compressors[m.tensor].for_shape(s) for m, s in zip(matrices, shapes, strict=True)]
         owner_of = _owners([math.prod(shape) for shape in shapes], owners, shift)
@@ -148,7 +148,7 @@ def make_plan(
         )
         return Factors(Layout(operands, chunks, Residuals((), ())), tuple(map(tuple, packs.values())), shapes)
 
-    # The shift by bucket numbers spreads owners over the ranks, even for means of single tensors of a model.
+    # Bucket numbers shift the owners: so owners are spread over the ranks even if each tensor has a mean of its own.
     first = zlib.crc32(repr(numbers[:1]).encode())
     right = first + (owners + 1) // 2
     return FactorPlan(
@@ -160,7 +160,7 @@ def make_plan(
 
 
 def _owners(sizes: Sequence[int], ranks: int, shift: int) -> list[int]:
-    """Return the owner of each factor: the largest first, each to the rank with the least elements so far."""
+    """Return the owner of each factor: the largest factor first, each to the rank with the fewest elements so far."""
     loads = [(0, index, (index + shift) % ranks) for index in range(ranks)]
     owners = [0] * len(sizes)
     for size, number in sorted(
@@ -195,7 +195,8 @@ def average(
         This rank's factors.
     verdicts : Verdicts
     error : NonFiniteError or None
-        The error that kept this rank from computing the values; the first error so far is also returned.
+        The error that kept this rank from computing the values. Also returned, or the first error that occurs later if
+        this is None.
     key : Key
     least : float
         Smaller magnitudes are replaced by zero.
@@ -240,7 +241,7 @@ def serve(
     key: Key,
     finish: Finish | None,
 ) -> Compressed:
-    """Average the arrived factors that this rank owns, finish the means, and compress them for all."""
+    """Average the arrived factors that this rank owns, apply ``finish`` to the means, and compress them."""
     own, codec, packs = factors.layout.own, Codec(packs), list(packs)
     opened = codec.open(arrived, (own,) * factors.layout.world, verdicts, error)
     for number, pack in _finished(factors, own, codec.average(opened), finish):
@@ -251,7 +252,7 @@ def serve(
 def _finished(
     factors: Factors, frame: Frame, means: Sequence[Array], finish: Finish | None
 ) -> list[tuple[int, Array]]:
-    """Return the number and the mean of each pack of a frame, with the pack's factors finished."""
+    """Return the number and the mean of each pack of a frame, with ``finish`` applied to its factors."""
     numbers = [segment.tensor for segment in frame.chunk]
     if finish is not None:
         split = [factors.split(number, pack) for number, pack in zip(numbers, means, strict=True)]

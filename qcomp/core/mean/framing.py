@@ -1,4 +1,4 @@
-"""Messages: how buffers are joined, the frame of a chunk's payloads, and the ranks to blame for a refusal."""
+"""How buffers are joined into messages, the `Frame` of a chunk's payloads, and the ranks to blame for a refusal."""
 
 import struct
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _ALIGNMENT = 8
-"""Every buffer within a message starts at a multiple of this, so that any dtype can be read in place."""
+"""Every buffer within a message starts at a multiple of this many bytes, so that any dtype can be read in place."""
 _NUMBER = 8
 """Bytes of a length within a message."""
 _VERDICT_BYTES = 1
@@ -73,7 +73,7 @@ def split(message: Any, sizes: Sequence[int]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """How the payloads of a chunk lie in a message: one for each segment, and a verdict of one byte at the end.
+    """How the payloads of a chunk lie in a message: a payload for each segment, then a verdict of one byte.
 
     If the length of any payload of the mean varies, every message begins with the lengths of its buffers.
 
@@ -81,7 +81,7 @@ class Frame:
     ----------
     chunk : tuple of Segment
     compressors : tuple of Compressor
-        One for each segment.
+        The compressor of each segment.
     dtypes : tuple of str
         The name of the dtype in which each segment is computed.
     variable_length : bool
@@ -101,7 +101,7 @@ class Frame:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each payload (the most, if its length varies) and of the verdict."""
+        """Bytes of each payload (of the longest, if its length varies) and of the verdict."""
         return (*(spec.nbytes for spec in self.specs), _VERDICT_BYTES)
 
     @cached_property
@@ -117,17 +117,17 @@ class Frame:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the message; the most, if its length varies."""
+        """Bytes of the message; if its length varies, of the longest message."""
         return most_bytes(self.bounds) if self.variable_length else joined_size(self.sizes)
 
     @cached_property
     def as_tensors(self) -> "Frame":
-        """The frame of the same payloads with each segment as a whole tensor, which keeps the draws of its buckets."""
+        """The frame of the same payloads in which each segment is a tensor, with the bucket numbers that it had."""
         chunk = tuple(Segment(index, 0, s.size, s.bucket) for index, s in enumerate(self.chunk))
         return Frame(chunk, self.compressors, self.dtypes, self.variable_length)
 
     def join(self, payloads: Sequence[Array], verdict: Array) -> Array:
-        """Return the message of these payloads."""
+        """Return the message that consists of payloads and a verdict."""
         buffers = [*payloads, verdict]
         return join_lengths(buffers) if self.variable_length else join(buffers)
 
@@ -173,14 +173,14 @@ class Opened:
 
 
 def most_bytes(bounds: Sequence[Bounds]) -> int:
-    """Return the bytes of the longest message of buffers within these bounds."""
+    """Return the bytes of the longest message whose buffers are within these bounds."""
     return joined_size([_NUMBER * len(bounds), *(most for _, most in bounds)])
 
 
 def join_lengths(buffers: Sequence[Array]) -> Array:
     """Join one or more buffers into one message, after a table of their lengths.
 
-    This runs on the host, since a library that compiles for every shape would do so for every message.
+    This runs on the host, since a library that compiles for every shape would compile for every message.
     """
     parts = [host_bytes(buffer) for buffer in buffers]
     parts.insert(0, struct.pack(f"<{len(parts)}Q", *map(len, parts)))
@@ -205,7 +205,7 @@ def split_lengths(message: Array, bounds: Sequence[Bounds]) -> list[Array]:
 
 
 def seal(message: Array, blamed: Collection[int], ranks: int) -> Array:
-    """Return a message to pass on, followed by a byte for each rank: 1 if that rank is to blame for a refusal."""
+    """Return a message with a byte added for each rank, which is 1 if that rank is to blame for a refusal."""
     flags = from_host_bytes(bytes(rank in blamed for rank in range(ranks)), message)
     return join([message, flags])
 
@@ -216,7 +216,7 @@ def sealed_size(size: int, ranks: int) -> int:
 
 
 def unseal(sealed: Array, ranks: int) -> tuple[Array, set[int]]:
-    """Return a message and the ranks to blame if it is a refusal; an empty set blames the sender."""
+    """Return the inner message and, if it is a refusal, the ranks to blame; an empty set blames the sender."""
     end = sealed.shape[0] - joined_size([ranks])
     flags = host_bytes(sealed[end : end + ranks])
     return sealed[:end], {rank for rank, flag in enumerate(flags) if flag}

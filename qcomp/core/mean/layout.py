@@ -1,4 +1,4 @@
-"""The layout of a compressed mean: all facts that do not depend on values, resolved once."""
+"""`Layout`: everything about a compressed mean that does not depend on values, computed once for many steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Operands:
     Parameters
     ----------
     compressors : tuple of Compressor
-        One for each tensor.
+        The compressor of each tensor.
     sizes : tuple of int
         Elements of each tensor.
     dtypes : tuple of str
@@ -67,7 +67,7 @@ class Operands:
 
     @property
     def whole(self) -> Chunk:
-        """All tensors, each as one segment, whose bucket number is not used for draws."""
+        """All tensors, each as one segment; its bucket number must not be used for draws."""
         return tuple(Segment(i, 0, size, 0) for i, size in enumerate(self.sizes))
 
     def chunks(self, count: int) -> Chunks:
@@ -75,7 +75,7 @@ class Operands:
         return self.cut(self.sizes, self.bucket_sizes, count)
 
     def frame(self, chunk: Chunk, compressor: Compressor | None = None) -> Frame:
-        """Return the frame of a chunk's messages, by default with the compressor of each tensor."""
+        """Return the frame of a chunk's messages; without ``compressor``, each tensor has its own compressor."""
         chosen = [self.compressors[s.tensor] if compressor is None else compressor for s in chunk]
         dtypes = tuple(self.dtypes[s.tensor] for s in chunk)
         return Frame(chunk, tuple(chosen), dtypes, self.variable_length and compressor is None)
@@ -83,9 +83,9 @@ class Operands:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The layout of a mean of these tensors on these ranks, for one rank.
+    """The layout of a mean of certain tensors on certain ranks, for one rank.
 
-    A topology resolves it once from the operands. Each step looks it up and derives nothing.
+    A topology makes it once from the operands, and each step looks it up.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def message_sizes(self) -> tuple[int, ...]:
-        """Bytes of each chunk's message; where the length varies, of the longest one."""
+        """Bytes of each chunk's message; if the length varies, of the longest message."""
         return tuple(frame.nbytes for frame in self.frames)
 
     @cached_property
@@ -147,7 +147,7 @@ class Layout:
 
     @cached_property
     def residual_shapes(self) -> tuple[tuple[list[tuple[int]], list[int]], ...]:
-        """For the worker and for the server, the shapes of the arrays that it keeps, and the tensor of each."""
+        """For the worker and for the server: the shapes of its residuals, and the tensor of each residual."""
         return tuple(([(s.size,) for s in ranges], [s.tensor for s in ranges]) for ranges in self.residuals)
 
     def frame_of(self, chunks: Sequence[Chunk]) -> tuple[Frame, ...]:

@@ -1,4 +1,4 @@
-"""Which ranks share a node, as pure integers, and the exchange by which ranks learn this."""
+"""`Nodes`, which says which ranks share a node, and `learn_nodes`, the exchange by which ranks learn this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,21 +62,21 @@ class Nodes:
 
     @property
     def lanes(self) -> int:
-        """Number of ranks of the smallest node, which is the number that can work in parallel in every node."""
+        """Number of ranks of the smallest node: so many ranks can work in parallel in every node."""
         return min(map(len, self.members))
 
     def lane(self, rank: int) -> int | None:
-        """Return the number of a rank within its node; None if the smallest node has no partner for it."""
+        """Return the number of a rank within its node; None if the smallest node has no rank of this number."""
         number = self.members[self.of_rank[rank]].index(rank)
         return number if number < self.lanes else None
 
     def team(self, lane: int) -> tuple[int, ...]:
-        """Return the ranks of a lane: one of each node, in the order of the nodes."""
+        """Return the ranks of a lane: one rank of each node, in the order of the nodes."""
         return tuple(members[lane] for members in self.members)
 
 
 def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical") -> tuple[int, ...]:
-    """Return the node of each rank, the same on all ranks: ranks with equal ``comm.host`` share a node.
+    """Return the node of each rank, equal on all ranks: ranks with equal ``comm.host`` share a node.
 
     Every rank sends 16 bytes to every other. Nodes are numbered in the order of their first ranks.
 

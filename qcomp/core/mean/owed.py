@@ -1,4 +1,4 @@
-"""What a rank must add to its next values when it changes to another method of averaging, so that nothing is lost."""
+"""`owed`: what a rank must add to its next values when it changes to another mean, so that no residual is lost."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def require_residuals(mean: CompressedMean) -> None:
 
 
 def owed(mean: CompressedMean, state: MeanState) -> list[Array]:
-    """Return for each tensor, flat, what this rank adds to its next values so that the ranks' mean lacks nothing.
+    """Return for each tensor, flat, what this rank must add to its next values so that no residual is lost.
 
     By the sum identity of `CompressedMean` the means so far lack mean_i e_i + e_s, the residuals of workers and
     servers. So with N ranks the result is e_i, plus N e_s where this rank is the server; with residuals of K nodes
@@ -60,7 +60,7 @@ def _ranges(mean: CompressedMean, state: MeanState, rank: int) -> Residuals:
 
 
 def _workers(mean: CompressedMean, state: MeanState, own: Residuals, sizes: Sequence[int]) -> int:
-    """Return the number of ranks that keep a residual for an element, including servers that are not workers for it."""
+    """Return how many ranks keep a residual for an element, including servers that are not workers for the element."""
     all_are_workers = _covered(own.worker) == sum(sizes) and not mean.resolved.wants_nodes
     if mean.kinds[1] != _SERVER or all_are_workers:
         return state.size  # the layouts of the other ranks are not needed

@@ -1,4 +1,4 @@
-"""Tensors with one owner each, which averages them over the ranks and sends all ranks an update made from the mean."""
+"""`OwnedMean`: each tensor has an owner, which averages it over the ranks and sends all ranks an update."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ Shape = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """How an owner turns means into updates; equal rules do the same."""
+    """How an owner turns means into updates. Rules that compare equal must do the same."""
 
     def cost(self, tensor: int, shape: Shape) -> int:
         """Return the cost of the work on a tensor, in any unit; all ranks get tensors of about equal total cost."""
         ...
 
     def sides(self, tensor: int, shape: Shape) -> tuple[int, int]:
-        """Return the shape of the matrix that a tensor is stored as."""
+        """Return the rows and columns of the matrix in which a tensor is stored."""
         ...
 
     def updates(
@@ -49,7 +49,7 @@ class Rule(Protocol):
         tensors: Sequence[int],
         shapes: Sequence[Shape],
     ) -> tuple[list[Array], list[Array]]:
-        """Return the update of each tensor and its new momentum, flat, from its mean and its momentum, flat.
+        """Return the updates and the new momenta of tensors from their means and momenta, all flat.
 
         ``tensors`` gives the number of each tensor among all averaged tensors.
         """
@@ -57,23 +57,23 @@ class Rule(Protocol):
 
 
 class Dealt(NamedTuple):
-    """The part of a tensor's exchange that depends on the other tensors of its model."""
+    """What a tensor's exchange depends on besides the tensor itself; it follows from all tensors of the model."""
 
     owner: int
     """The rank that owns the tensor."""
     first: int
-    """The number of its first bucket in the workers' random draws."""
+    """The number of the tensor's first bucket in the workers' random draws."""
     answer: int
-    """The same in the owners' random draws."""
+    """The number of the update's first bucket in the owners' random draws."""
 
 
 @dataclass(frozen=True)
 class OwnedMean(SeparableMean):
-    """Updates of tensors with one owner each, in two phases; used like `CompressedMean`.
+    """Updates of tensors that each have one owner, in two phases; used like `CompressedMean`.
 
     Every rank sends its compressed tensors to their owners. An owner averages each of its tensors, makes an update from
-    the mean and from a momentum that only it has, compresses the update and sends it to all. All ranks decode the same
-    bytes, so they hold the same updates bit for bit, whatever the owners compute.
+    the mean and from a momentum that only the owner has, compresses the update and sends it to all. All ranks decode
+    the same bytes, so they hold the same updates bit for bit, whatever the owners compute.
 
     Parameters
     ----------
@@ -86,7 +86,8 @@ class OwnedMean(SeparableMean):
     repaid : float, default 1
         The fraction of its residual that a worker adds to its next tensors, above 0 and at most 1.
     dealt : sequence of Dealt
-        The place of each tensor; by default, its place in a model of only these tensors. See `SeparableMean`.
+        The place of each tensor in the model; by default, its place in a model that has only these tensors. See
+        `SeparableMean`.
 
     Notes
     -----
@@ -96,8 +97,8 @@ class OwnedMean(SeparableMean):
 
     With a whitener W for each tensor (`Terms`), a worker sends q_i = C(W x_i + r_i), and the owner makes its update
     from W^-1 mean_i q_i. If the singular values of x_i differ, this makes the errors of q_i smaller in the directions
-    of small singular values; see `qcomp.core.numeric.whitening`. All of the above then holds for W x_i instead of x_i,
-    and r_i is in the same units.
+    of small singular values; see `qcomp.core.numeric.whitening`. All of the above then holds with W x_i instead of x_i,
+    so r_i is a residual of W x_i.
 
     With b bytes in the payload of all tensors, c bytes in the payload of all updates, and tensors shared equally, each
     of N ranks sends (N - 1) / N * (b + c) bytes. Source: Gruntkowska et al. (EF21-Muon), arXiv:2510.00643, for
@@ -131,7 +132,7 @@ class OwnedMean(SeparableMean):
 
     @cached_property
     def lossless(self) -> bool:
-        """False: an update is not a mean."""
+        """False, since an update is not a mean."""
         return False
 
     @cached_property
@@ -140,7 +141,7 @@ class OwnedMean(SeparableMean):
         return Owners(self.updates, self.rule, self.repaid, self.dealt)
 
     def places(self, shapes: Sequence[Shape], size: int) -> tuple[Dealt, ...]:
-        """Return the place of each tensor; see `SeparableMean.places`. Tensors without elements have no owner."""
+        """Return the place of each tensor; see `SeparableMean.places`. The places of empty tensors have no effect."""
         layout = self.layout(shapes, rank=0, size=size)
         answers = {s.tensor: s.bucket for chunk in self.resolved.answers(layout).chunks for s in chunk}
         found = {
@@ -151,7 +152,7 @@ class OwnedMean(SeparableMean):
         return tuple(found.get(tensor, Dealt(0, 0, 0)) for tensor in range(len(shapes)))
 
     def numbered(self, places: tuple[Dealt, ...]) -> Self:
-        """Return this mean for tensors at these places; see `SeparableMean.numbered`."""
+        """Return this mean for tensors that have these places; see `SeparableMean.numbered`."""
         return self._like(places, dealt=places)
 
     @staticmethod
@@ -188,12 +189,12 @@ class OwnedLayout(Layout):
 
     @cached_property
     def answers(self) -> tuple[Frame, ...]:
-        """The frame of this rank's message with updates, by the tensors that it owns."""
+        """The frame of this rank's message with updates, whose segments number the tensors that this rank owns."""
         return (self.updates.own.as_tensors,)
 
     @cached_property
     def residual_shapes(self) -> tuple[tuple[list[tuple[int]], list[int]], ...]:
-        """As in `Layout`; a server keeps a momentum and a residual for each tensor."""
+        """As in `Layout`, but a server keeps a momentum and a residual for each tensor."""
         worker, (shapes, tensors) = super().residual_shapes
         return worker, (2 * shapes, 2 * tensors)
 
@@ -216,7 +217,7 @@ class Owners(TwoPhase):
         self._dealt = dealt
 
     def stages(self, call: Call) -> Stages[Averaged]:
-        """Send each tensor to its owner, and its update to all; a worker keeps ``repaid`` times what it lost."""
+        """Send each tensor to its owner, and its update to all; a worker keeps residuals as in `OwnedMean`."""
         ways = (*call.layout.operands.compressors, *self.answers(call.layout).operands.compressors)
         alone = self.shortens and call.layout.world == 1
         if alone and call.layout.own.chunk and all(c.traits.lossless for c in ways):
@@ -235,11 +236,11 @@ class Owners(TwoPhase):
         return averaged._replace(worker=tuple(kept))
 
     def exchange(self, call: Call) -> Stages[Averaged]:
-        """Do what `stages` does, but let a worker keep its whole residual."""
+        """Send tensors and updates as `stages` does, but return the workers' errors as their residuals."""
         return super().stages(call)
 
     def _alone(self, call: Call) -> Stages[Averaged]:
-        """Return the result on a single rank, whose exchanges with itself are skipped if compression loses nothing."""
+        """Return the result on a single rank without exchanges, if compression loses nothing."""
         operands, owned = call.layout.operands, [segment.tensor for segment in call.layout.own.chunk]
         momenta, owed = call.server[: len(owned)], call.server[len(owned) :]
         of_rank = yield from alone(call.values, operands.compressors[0].spec, shares=True)
@@ -251,7 +252,7 @@ class Owners(TwoPhase):
         return Averaged(values, (), (*momenta, *owed), (*of_rank.verdicts, *sent.verdicts))
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:  # noqa: ARG002 - without rounds
-        """Give every tensor to an owner; workers keep no residuals if their compressors lose nothing."""
+        """Give every tensor to an owner. Workers keep no residuals if their compressors lose nothing."""
         compressors = tuple(self._compressor.for_shape(shape) for shape in operands.shapes)
         sent = replace(operands, compressors=compressors)
         if self._dealt:
@@ -281,7 +282,7 @@ class Owners(TwoPhase):
         verdicts: Verdicts,
         error: NonFiniteError | None,
     ) -> Compressed:
-        """Average the tensors that this rank owns over the ranks, and compress their updates for all."""
+        """Average over the ranks the tensors that this rank owns, and compress their updates for all ranks."""
         layout = call.layout
         assert isinstance(layout, OwnedLayout)
         opened = codec.open(arrived, layout.arriving, verdicts, error)
@@ -303,7 +304,7 @@ class Owners(TwoPhase):
         opened: Sequence[Opened],
         momenta: Sequence[Array],  # noqa: ARG002
     ) -> Sequence[Array]:
-        """Return the mean of each tensor that this rank owns; subclasses also use the layout and momenta."""
+        """Return the mean of each tensor that this rank owns. Subclasses also use the layout and momenta."""
         return codec.average(opened)
 
     def answered(

@@ -1,4 +1,4 @@
-"""Means of sharded tensors: `ShardedMean`, whose owners send back updates, and `ExactShards`, exact over replicas."""
+"""Means of sharded tensors: `ShardedMean`, whose owners send back updates, and `ExactShards`, which is exact."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -41,10 +41,10 @@ __all__ = ["ExactShards", "ShardedMean"]
 class ShardedMean(OwnedMean):
     """Updates of sharded tensors, with one owner for each tensor; used like `OwnedMean`.
 
-    A rank passes its shards, flat. It sends each to the owner of the tensor, who averages the shards that several
-    replicas have sent, joins them, and makes an update from the whole mean and from a momentum that only it has. The
-    owner cuts the update into shards, compresses them, and sends each rank its own. Momenta and owners' residuals have
-    the order of whole tensors, so they move unchanged to ranks with other shards.
+    A rank passes its shards, flat. It sends each shard to the owner of the tensor. The owner averages the shards that
+    several replicas have sent, joins them, and makes an update from the whole mean and from a momentum that only the
+    owner has. The owner cuts the update into shards, compresses them, and sends each rank its shard. Momenta and
+    owners' residuals have the order of whole tensors, so they move unchanged to ranks with other shards.
 
     Parameters
     ----------
@@ -54,15 +54,15 @@ class ShardedMean(OwnedMean):
     sharding : Sharding
         The shards of all parameters of an optimizer.
     exact : tuple of bool, default ()
-        Which of these parameters are not averaged here; empty for none.
+        Which of these parameters this mean leaves out; empty if it averages all.
 
     Notes
     -----
-    The mean of an element is the mean over the ranks that send it: all that hold it, or one of them if their values are
-    equal already (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element, the means of T steps add
-    up to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i for the shards
-    that it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner keeps for the
-    whole tensor.
+    The mean of an element is the mean over the ranks that send it: all ranks that hold it, or one of them if their
+    values are already averaged (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element, the means
+    of T steps add up to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i
+    for the shards that it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner
+    keeps for the whole tensor.
 
     With b bytes in the payload of all tensors, c bytes in the payload of all updates, and N ranks without replicas,
     each rank sends (N - 1) / N^2 * (b + c) bytes. With R replicas of S shards, it sends about b / S + c / S bytes, or
@@ -84,7 +84,7 @@ class ShardedMean(OwnedMean):
 
     @cached_property
     def resolved(self) -> "_ShardOwners":
-        """Two phases around the rule."""
+        """The topology: two phases, with the rule between them."""
         return _ShardOwners(self.updates, self.rule, self.repaid, self.own)
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -93,7 +93,7 @@ class ShardedMean(OwnedMean):
         return layout.message_sizes, tuple(frame.nbytes for frame in layout.answers_arriving)
 
     def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
-        """Return the facts on which ranks must agree: the shapes of whole tensors, and which rank holds which part."""
+        """Return the facts on which ranks must agree, with whole tensors' shapes, and which rank holds which part."""
         return {**super().facts(tensors), "shapes": list(self.own.shapes), "sharding": str(self.sharding)}
 
     def starts(self, rank: int) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class ShardedMean(OwnedMean):
 
 @dataclass(frozen=True, eq=False)
 class _ShardLayout(OwnedLayout):
-    """The layout of messages with shards, whose segments count elements in the order of shards.
+    """The layout of messages with shards. Their segments count elements in the order of the shards.
 
     ``residuals.worker`` gives the part of each tensor that this rank sends.
     """
@@ -139,7 +139,7 @@ class _ShardLayout(OwnedLayout):
 
     @cached_property
     def answers(self) -> tuple[Frame, ...]:
-        """The frame of this rank's updates for each shard, numbered by the tensors that this rank owns."""
+        """The frame of the updates that this rank sends for each shard, numbered by the tensors that it owns."""
         return tuple(
             self._frame(self.updates.operands, self._answered(self.rank, shard), self._as_owned)
             for shard in range(self.sharding.shards)
@@ -173,7 +173,7 @@ class _ShardLayout(OwnedLayout):
 
     @cached_property
     def _owned(self) -> dict[int, int]:
-        """The place of each tensor among those that this rank owns."""
+        """The place of each tensor in the list of tensors that this rank owns."""
         return {segment.tensor: place for place, segment in enumerate(self.chunks[self.rank])}
 
     def _as_owned(self, cell: Segment) -> Segment:
@@ -190,7 +190,7 @@ def _as_shard(cell: Segment) -> Segment:
 
 
 def _cells(operands: Operands, sharding: Sharding) -> dict[tuple[int, int], Segment]:
-    """Return the nonempty parts of all tensors, by tensor and shard; no two parts share the draws of a bucket."""
+    """Return the nonempty parts of all tensors, by tensor and shard. No two parts share the draws of a bucket."""
     bounds = [sharding.bounds(tensor) for tensor in range(len(operands.sizes))]
     sizes = [stop - start for of_tensor in bounds for start, stop in pairwise(of_tensor)]
     lengths = [size for size in operands.bucket_sizes for _ in range(sharding.shards)]
@@ -216,7 +216,7 @@ class _ShardOwners(Owners):
         self._sharding = sharding
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Give every tensor to an owner, and note which part of it this rank sends to the owner."""
+        """Give every tensor to an owner, and record which part of it this rank sends to the owner."""
         layout: Any = super().lay_out(operands, chunks)
         owners = {segment.tensor: owner for owner, chunk in enumerate(layout.chunks) for segment in chunk}
         parts = []
@@ -269,7 +269,7 @@ class _ShardOwners(Owners):
 def _joined(
     opened: Sequence[Opened], compressors: Sequence[Compressor], likes: Sequence[Array]
 ) -> list[Array]:
-    """Return means, in the order of shards, from the messages of all ranks; replicas are added in rank order."""
+    """Return means, in the order of the shards, from the messages of all ranks; replicas are added in rank order."""
     sent = defaultdict[Segment, list[Payload]](list)
     for one in opened:
         for cell, payload in zip(one.frame.chunk, one.payloads, strict=True):
@@ -288,8 +288,8 @@ def _joined(
 class ExactShards(CompressedMean):
     """The exact mean of each shard over the replicas; used like `CompressedMean`.
 
-    Without replicas, or if their values are averaged already, shards are their own means, and a rank sends one byte to
-    all others: whether its values are finite. Else it also sends 2 (R - 1) / R * 32 bits per element of its shards, to
+    Without replicas, or if replicas are already averaged, shards are their own means, and a rank sends one byte to all
+    others: whether its values are finite. Otherwise it also sends 2 (R - 1) / R * 32 bits per element of its shards, to
     the R - 1 other ranks that hold the same shards.
 
     Parameters
@@ -335,7 +335,7 @@ def _require_finite(values: Sequence[Array], state: MeanState) -> Stages[Any]:
 
 
 def _among(stages: Stages[Any], ranks: Sequence[int], world: int) -> Stages[Any]:
-    """Run a computation among some ranks with exchanges of all; the other ranks run theirs at the same time."""
+    """Run a computation among some ranks by exchanges of all ranks; the other ranks run theirs at the same time."""
 
     def ask(request: Exchange) -> Stages[Sequence[Array]]:
         send = request.send if isinstance(request, AllToAll) else (request.send,) * len(ranks)

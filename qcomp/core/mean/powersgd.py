@@ -1,4 +1,4 @@
-"""PowerSGD: ranks average two thin factors of each matrix, and keep what the factors lose."""
+"""`PowerSGDMean`: ranks average two thin factors of each matrix, and keep what the factors lose."""
 
 import math
 from collections.abc import Sequence
@@ -53,11 +53,11 @@ from qcomp.core.numeric.random import Key
 __all__ = ["PowerSGDMean"]
 
 _LEFT, _RIGHT = 0, 2
-"""The hops of a rank's draws for each factor; the owner of the factor draws from the next hop."""
+"""The hops of a rank's draws for each factor. The owner of the factor draws with the next hop."""
 _LARGEST_ERROR = 1 / 6
-"""The largest relative squared error of a factor, times the rank.
+"""The largest allowed relative squared error of a factor, times the rank.
 
-Above (sqrt(2) - 1)^2, which is a little more, feedback could diverge.
+Above (sqrt(2) - 1)^2, which is a little larger, feedback could diverge.
 """
 
 
@@ -72,15 +72,15 @@ class PowerSGDMean(TensorwiseMean):
     Parameters
     ----------
     compressor : Compressor or sequence of Compressor, default Identity()
-        Compresses the factors, one for all tensors or one for each: ``Cast("bfloat16")`` halves what is sent. It must
-        lose little, see Notes.
+        Compresses the factors: one compressor for all tensors, or one for each. ``Cast("bfloat16")`` halves what is
+        sent. A compressor must lose little, see Notes.
     rank : int, default 1
         Columns of a factor, at least 1. If a matrix has fewer rows or columns, its factors have only as many columns.
     min_compression : float, default 2
         At least 0. A tensor is averaged exactly unless its factors have fewer elements by more than this factor:
         ``rank * (n + m) * min_compression < n * m``. Vectors are always averaged exactly.
     numbers : sequence of int
-        See `TensorwiseMean`.
+        As for `TensorwiseMean`.
 
     Raises
     ------
@@ -90,22 +90,22 @@ class PowerSGDMean(TensorwiseMean):
     Notes
     -----
     The first axes of a tensor are the n rows of its matrix, all others the m columns, cut where n + m is smallest:
-    after the first axis of a torch convolution kernel, before the last axis of a Flax one. With N ranks, a rank sends
-    on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges, and 2 (N - 1) / N * 4
-    bytes per element of the exact tensors, in the first two of them. Each factor has an owner among the ranks, which
-    averages it, makes P orthonormal, and sends it to all. Factors are dealt to owners by size. Two ranks need no
-    owners: they send each other all factors, as many bytes in two exchanges. Means and orthonormal factors have the
-    same bits in every library, so ranks may have different hardware and libraries, and hold the same mean bit for bit.
-    Each rank computes its contributions M_i Q and M_i^T P by the matrix product of its library. A column of Q that
-    would be zero, as for a gradient of zero, stays as it was. Elements of Q' below 2^-72 count as zero and stay in the
-    residuals, so gradients should be larger.
+    after the first axis of a convolution kernel in torch, and before the last axis in Flax. With N ranks, a rank sends
+    on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges. In the first two of
+    these, it also sends 2 (N - 1) / N * 4 bytes per element of the exact tensors. Each factor has an owner among the
+    ranks, which averages it, makes it orthonormal if it is P, and sends it to all. Factors are dealt to owners by size.
+    Two ranks need no owners: they send each other all factors, as many bytes in two exchanges. Means and orthonormal
+    factors have the same bits in every library, so ranks may have different hardware and libraries, and hold the same
+    mean bit for bit. Each rank computes its contributions M_i Q and M_i^T P by the matrix product of its library. A
+    column of Q that would be zero, as for a gradient of zero, stays as it was. Elements of Q' below 2^-72 count as zero
+    and stay in the residuals, so gradients should be larger.
 
-    Sum identity: the means of T steps add up to the sum of the exact means minus mean_i e_i after the last step,
-    whatever was lost on the way, also by compressed factors. Feedback is stable because P P^T is a projection; with
-    compressed factors it is stable if P P^T is close to a projection: the compressor must be a `Cast`, or its
-    ``traits`` must promise that it is lossless or has a relative squared error of at most 1 / (6 rank). A state holds
-    e_i as ``worker``, and the columns of Q one after the other as ``server``, which is the same on all ranks. Source:
-    Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
+    Sum identity: the means of T steps add up to the sum of the exact means minus mean_i e_i after the last step, even
+    if factors are compressed. Feedback is stable because P P^T is a projection. With compressed factors it is stable if
+    P P^T is close to a projection. So the compressor must be a `Cast`, or its ``traits`` must promise that it is
+    lossless or has a relative squared error of at most 1 / (6 rank). A state holds e_i as ``worker``, and the columns
+    of Q one after the other as ``server``, which is the same on all ranks. Source: Vogels, Karimireddy and Jaggi,
+    NeurIPS 2019, algorithms 1 and 2.
 
     Examples
     --------
@@ -142,7 +142,7 @@ class PowerSGDMean(TensorwiseMean):
 
     @property
     def lossless(self) -> bool:
-        """False: a product of factors is not exact, whatever their compressor."""
+        """False, since a product of factors is not exact, whatever their compressor."""
         return False
 
     def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class PowerSGDMean(TensorwiseMean):
         nodes: tuple[int, ...] = (),
         dtypes: tuple[str, ...] = (),
     ) -> Layout:
-        """Return the ranges of the residuals and factors for tensors of these shapes; messages have other layouts."""
+        """Return the layout of the residuals and factors for tensors of these shapes; messages have other layouts."""
         operands = self._operands(shapes, dtypes, rank, Nodes.of(size, nodes))
         matrices = self._matrices(tuple(shapes))
         worker = tuple(Segment(m.tensor, 0, m.rows * m.columns, 0) for m in matrices)
@@ -192,7 +192,7 @@ class PowerSGDMean(TensorwiseMean):
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the bytes of a message to or from each owner, for left and for right factors in float32.
 
-        Between two ranks there are no owners: one message has all left factors, and one has all right ones.
+        Between two ranks there are no owners: one message has all left factors, and one has all right factors.
 
         Parameters
         ----------
@@ -313,11 +313,11 @@ class PowerSGDMean(TensorwiseMean):
         return Averaged(products, tuple(residuals), factors, unread)
 
     def _has_owners(self, size: int) -> bool:
-        """Return whether factors have owners. Two ranks send each other all factors: as many bytes, in one exchange."""
+        """Return whether factors have owners. Two ranks need none: they send each other all factors in one exchange."""
         return size > 2
 
     def _number(self, state: MeanState) -> Any:
-        """Return the number of this rank, on which draws depend."""
+        """Return the number of this rank, on which random draws depend."""
         return state.rank
 
     def _server(self, finish: Finish | None) -> Server:
@@ -332,7 +332,7 @@ class PowerSGDMean(TensorwiseMean):
         residuals: Sequence[Array],
         rights: Sequence[Array],
     ) -> tuple[list[Array], list[Array], NonFiniteError | None]:
-        """Return each matrix plus its residual, flat, its product with its right factor, and the error if any.
+        """Return each matrix plus its residual, flat; the product of each sum with its right factor; and any error.
 
         With an error, the matrices are zeros. A product is NaN if a device has refused the values of the matrix.
         """
@@ -345,7 +345,7 @@ class PowerSGDMean(TensorwiseMean):
                     x, residual, what=f"PowerSGD of rank {self.rank}", out=buffer
                 )
                 matrices.append(values)
-                # Now, while the matrix is in a cache.
+                # Multiplied at once, while the matrix is in a cache.
                 products.append(_unless(refused, _left_product(values, matrix, right)))
         except NonFiniteError as error:
             nothing = [array_namespace(e).zeros_like(e) for e in residuals]
@@ -355,7 +355,7 @@ class PowerSGDMean(TensorwiseMean):
     def _plan(
         self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], state: MeanState
     ) -> FactorPlan:
-        """Return the plan for tensors of these shapes; resolved once, and kept."""
+        """Return the plan for tensors of these shapes, which is made once and kept."""
         asked = (shapes, dtypes, state.rank, state.size)
         known = self._plans  # ranks in threads of one process share it
         found = known.get(asked)
@@ -399,7 +399,7 @@ class PowerSGDMean(TensorwiseMean):
         shapes = state.shapes or given
         require_tensors(state._replace(shapes=shapes), tensors, self.topology)
         for index, (found_shape, expected_shape) in enumerate(zip(given, shapes, strict=True)):
-            if found_shape != expected_shape:  # its matrix could have other rows
+            if found_shape != expected_shape:  # as a matrix, it could have other rows
                 raise ValueError(f"x[{index}] has shape {found_shape}; state was made for {expected_shape}")
         matrices = self._matrices(shapes)
         expected = [m.rows * m.columns for m in matrices], [m.rank * m.columns for m in matrices]
@@ -422,7 +422,7 @@ _MOST_PLANS = 256
 
 
 def require_rank(rank: int, min_compression: float) -> None:
-    """Raise ValueError unless these are settings of PowerSGD."""
+    """Raise ValueError unless the arguments are valid settings of PowerSGD."""
     if type(rank) is not int or rank < 1:
         raise ValueError(f"rank is {rank!r}; expected an integer, at least 1")
     if not 0 <= min_compression < math.inf:
@@ -455,7 +455,7 @@ def _rows(x: Array, count: int) -> Array:
 
 
 def _product(first: Array, second: Array) -> Array:
-    """Return a matrix product in the dtype of its factors, even in a context such as ``torch.autocast``."""
+    """Return a matrix product in the dtype of its two factors, even in a context such as ``torch.autocast``."""
     xp = array_namespace(first)
     return xp.astype(matmul(first, second), first.dtype, copy=False)
 
@@ -470,7 +470,7 @@ def _transposed(matrix: Array) -> Array:
 
 
 def _unless(refused: Array | None, x: Array) -> Array:
-    """Return x, or NaN if a device has refused the values that x was made from."""
+    """Return x, or NaN if a device has refused the values from which x was made."""
     if refused is None:
         return x
     xp = array_namespace(x)

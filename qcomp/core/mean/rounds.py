@@ -1,4 +1,4 @@
-"""How a large mean is cut into rounds, so that one travels while the next is compressed."""
+"""Cuts a large mean into rounds, so that one round travels while the next is compressed."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,7 +14,7 @@ from qcomp.core.primitives import empty_like
 __all__ = ["ROUND_BYTES", "Round", "count_rounds", "cut_rounds", "in_rounds", "lay_out_rounds"]
 
 ROUND_BYTES = 16 << 20
-"""The fewest bytes of values in a round: compressing these takes much longer than starting an exchange."""
+"""The fewest bytes of values in a round: to compress so many takes much longer than to start an exchange."""
 
 
 class _Place(NamedTuple):
@@ -36,10 +36,10 @@ class Round(NamedTuple):
 
 
 def count_rounds(dtypes: Sequence[str], sizes: Sequence[int]) -> int:
-    """Return in how many rounds tensors are averaged: one if they are small, or of several dtypes.
+    """Return in how many rounds tensors are averaged: one if they are small, or have several dtypes.
 
-    One round below 32 MiB, two up to 96 MiB, then one for each 32 MiB. The second round hides half of the encoding
-    time, and each further round hides less, while the messages of each round add the same time.
+    There is one round below 32 MiB, two up to 96 MiB, and then one for each 32 MiB. The second round hides half of the
+    encoding time, and each further round hides less, while the messages of each round add the same time.
     """
     if len(set(dtypes)) != 1:
         return 1
@@ -49,7 +49,7 @@ def count_rounds(dtypes: Sequence[str], sizes: Sequence[int]) -> int:
 
 @lru_cache(maxsize=64)
 def lay_out_rounds(topology: Topology, layout: Layout, count: int) -> tuple[Round, ...]:
-    """Return the rounds of a mean, without empty ones; resolved once for a layout."""
+    """Return the nonempty rounds of a mean; they are laid out once for a layout."""
     operands = layout.operands
     return tuple(
         _round(topology, layout, chunks) for chunks in cut_rounds(layout.chunks, operands.bucket_sizes, count)
@@ -58,7 +58,7 @@ def lay_out_rounds(topology: Topology, layout: Layout, count: int) -> tuple[Roun
 
 def _round(topology: Topology, whole: Layout, chunks: Chunks) -> Round:
     """Return the round that averages these chunks of the whole tensors."""
-    sent = [segment for chunk in chunks for segment in chunk]  # they are the tensors of the round
+    sent = [segment for chunk in chunks for segment in chunk]  # each becomes a tensor of the round
     numbers = iter(range(len(sent)))
     renumbered = tuple(tuple(Segment(next(numbers), 0, s.size, s.bucket) for s in chunk) for chunk in chunks)
     operands = Operands(
@@ -79,7 +79,7 @@ def _round(topology: Topology, whole: Layout, chunks: Chunks) -> Round:
 
 
 def cut_rounds(chunks: Chunks, bucket_sizes: Sequence[int], count: int) -> list[Chunks]:
-    """Cut each chunk into parts of whole buckets and about equal length, one for each round.
+    """Cut each chunk into parts of whole buckets and about equal length, one part for each round.
 
     So all ranks send and serve in every round. The rounds that would be empty are left out.
 
@@ -117,7 +117,7 @@ def _cut_chunk(chunk: Chunk, bucket_sizes: Sequence[int], count: int) -> list[Ch
 def in_rounds(
     topology: Topology, call: Call, rounds: Sequence[Round]
 ) -> tuple[list[Stages[Averaged]], Callable[[Sequence[Averaged]], Averaged]]:
-    """Return the mean of a call as a computation for each round, and the function that joins their results.
+    """Return a computation for each round of a call's mean, and the function that joins their results.
 
     Codes, draws and residuals are the same as in the whole mean; only the grouping of buckets into payloads and
     messages differs.
@@ -162,7 +162,7 @@ def _parts(arrays: Sequence[Array], places: Sequence[_Place]) -> tuple[Array, ..
 
 
 class _Wholes:
-    """Arrays that rounds hold parts of, and the buffers that the new arrays are written to.
+    """Arrays of which each round has parts, and the buffers into which the new arrays are written.
 
     There are no arrays without feedback. The buffers are new by default; there are none where arrays are immutable.
     """
@@ -193,7 +193,7 @@ class _Wholes:
         found: list[list[tuple[int, Array, bool]]] = [[] for _ in self._arrays]
         for (places, room), values in zip(
             self._rounds, results, strict=False
-        ):  # without feedback there are none
+        ):  # without feedback there are no rounds
             for place, buffer, value in zip(places, room, values, strict=False):
                 found[place.array].append((place.start, value, value is buffer))
         new = []

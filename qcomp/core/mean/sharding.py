@@ -1,4 +1,4 @@
-"""Which part of which tensors each rank holds, where tensors are cut into shards."""
+"""`Sharding`: which part of each tensor a rank holds, if tensors are cut into shards."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,12 @@ __all__ = ["Sharding", "columns", "from_columns"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Tensors that are cut into one shard for each of several ranks, perhaps in several replicas.
+    """Tensors that are cut into shards, with one rank for each shard, perhaps in several replicas.
 
     A tensor is cut along one of its axes. With S shards, n slices along this axis become shards of ceil(n / S) slices;
-    the last shards are shorter or empty. ``torch.chunk`` and ``Shard`` of torch cut in the same places. If the axes
-    before the axis of the cut are joined to rows, and this axis and the later ones to columns, the tensor becomes a
-    matrix, and a shard is some of its columns. Elements are counted in the order of the shards: first those of the
-    first shard.
+    the last shards are shorter or empty. ``torch.chunk`` and ``Shard`` of torch cut in the same places. Seen as a
+    matrix, whose rows are the axes before the cut axis, and whose columns are the cut axis and the later axes, a tensor
+    has shards that consist of columns. Elements are counted in the order of the shards: first those of the first shard.
 
     Parameters
     ----------
@@ -29,10 +28,9 @@ class Sharding:
     ranks : tuple of tuple of int
         For each replica, the rank that holds each shard.
     averaged : bool, default True
-        Whether the ranks with the same shard are given the same values, because these have been averaged over the
-        replicas already.
+        Whether ranks with the same shard pass equal values, because these are already averaged over the replicas.
     axes : tuple of int, default ()
-        The axis along which each tensor is cut; empty if it is the first for all.
+        The axis along which each tensor is cut; empty if all tensors are cut along the first axis.
 
     Examples
     --------
@@ -85,20 +83,20 @@ class Sharding:
         return tuple(min(shard * most, shape[axis]) * others for shard in range(self.shards + 1))
 
     def rows(self, tensor: int) -> int:
-        """Return the number of rows of a tensor whose columns are cut; 1 if shards are ranges of its elements."""
+        """Return the number of rows of a tensor, seen as a matrix; 1 if its shards are ranges of its elements."""
         return math.prod(self.shapes[tensor][: self._axis(tensor)]) or 1
 
     def _axis(self, tensor: int) -> int:
         return self.axes[tensor] if self.axes else 0
 
     def part(self, tensor: int, rank: int) -> tuple[int, int]:
-        """Return the first element of a rank's shard of a tensor, and the element after its last."""
+        """Return the first element of a rank's shard of a tensor, and the element after the shard's last."""
         _, shard = self.places[rank]
         bounds = self.bounds(tensor)
         return bounds[shard], bounds[shard + 1]
 
     def key(self, tensor: int, rank: int) -> str:
-        """Return the first element of a rank's shard and, after a star, the rows if there are several, as a text."""
+        """Return, as text, the first element of a rank's shard and, if there are several rows, "*" and their number."""
         start, rows = self.part(tensor, rank)[0], self.rows(tensor)
         return f"{start}*{rows}" if rows > 1 else str(start)
 
@@ -117,13 +115,13 @@ class Sharding:
         return from_columns([x[start:stop] for start, stop in pairwise(self.bounds(tensor))], rows)
 
     def only(self, tensors: Sequence[int]) -> "Sharding":
-        """Return the same cut of some of the tensors."""
+        """Return the sharding of only some of the tensors."""
         axes = tuple(self.axes[i] for i in tensors) if self.axes else ()
         return Sharding(tuple(self.shapes[i] for i in tensors), self.ranks, self.averaged, axes)
 
 
 def columns(x: Array, rows: int, start: int, stop: int) -> Array:
-    """Return some columns of a flat matrix, flat: those after ``start`` elements in whole columns, up to ``stop``."""
+    """Return some columns of a flat matrix, flat; ``start`` and ``stop`` count the elements of whole columns."""
     if rows == 1:
         return x[start:stop]
     xp = array_namespace(x)

@@ -1,4 +1,4 @@
-"""Tensors in shards: averaging so that each rank keeps its shard of the mean, and gathering all shards on all ranks."""
+"""`Shards`: averages tensors so that each rank keeps its shard of the mean, and gathers all shards on all ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +19,9 @@ __all__ = ["Shards"]
 
 @dataclass(frozen=True)
 class Shards:
-    """Tensors and their compressors; each tensor is cut into one shard for each rank, all of the same size.
+    """Tensors and their compressors. Each tensor is cut into one shard per rank, and all its shards have the same size.
 
-    All shards form one vector: rank after rank, and for each rank its shard of every tensor.
+    All shards form one vector: first rank 0's shard of every tensor, then rank 1's, and so on.
 
     ``sizes`` has the elements of a shard of each tensor, the same on all ranks; shorter shards are padded.
     """
@@ -70,7 +70,7 @@ class Shards:
         return result
 
     def gather_changes(self, own: Array, reference: Array, key: Key) -> Stages[Array]:
-        """Return the shards of all ranks as a reference plus the decoded changes since; loses less than `gather`.
+        """Return the shards of all ranks as a reference plus decoded changes from it; this loses less than `gather`.
 
         The reference is the result of the last call, the same on all ranks. Raises NonFiniteError on every rank, if a
         value on any rank is not finite.
@@ -128,7 +128,7 @@ class Shards:
         return {}
 
     def _resolved(self, dtype: str) -> Layout:
-        """Return the layout whose chunks are the ranks' shards; no two of them share the draws of a bucket."""
+        """Return the layout whose chunks are the ranks' shards; no two chunks share the draws of a bucket."""
         count = len(self.sizes)
         operands = Operands(
             self.compressors * self.world,

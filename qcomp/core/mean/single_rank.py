@@ -1,4 +1,4 @@
-"""The exact mean in a world of one, where nothing is sent."""
+"""`alone`: the exact mean on a single rank, which sends nothing."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 __all__ = ["SMALL", "alone"]
 
 SMALL = 1 << 14
-"""Tensors with fewer elements on average are joined: a call takes longer than two more copies."""
+"""Tensors with fewer elements on average are joined: a call for each would take longer than copying them twice."""
 
 
 def alone(
     values: Sequence[Array], what: str, *, shares: bool = False, donate: bool = False
 ) -> Stages[Averaged]:
-    """Return the result of an exchange with oneself: the values, with zero for too small ones; see `exact_bounds`.
+    """Return the result of an exchange on one rank: the values, with zeros for too small values; see `exact_bounds`.
 
     The result is in new arrays. With ``shares`` it may be the values themselves where nothing changes, and with
     ``donate`` it may overwrite them. Raises NonFiniteError, which says ``what`` refuses, if a value is not finite, or
     too large to compress.
     """
-    # One vector is faster than many small ones, and without kernels than many of any size.
+    # One vector is faster than many small ones; without kernels, it is faster than many of any size.
     sizes = [x.shape[0] for x in values]
     vectors = values
     if len({x.dtype for x in values}) == 1 and (sum(sizes) < SMALL * len(sizes) or chosen(values[0]) is None):

@@ -1,4 +1,4 @@
-"""The exchanges that a computation in stages requests, and the loop that makes them over a communicator."""
+"""Computations in stages: the exchanges that they request, and `drive`, which makes these over a communicator."""
 
 import contextlib
 import itertools
@@ -56,7 +56,7 @@ _numbers: "WeakKeyDictionary[Transport, itertools.count[int]]" = WeakKeyDictiona
 
 
 class StartNumber(int):
-    """The number of what was started over a communicator; all compare equal, so that states ignore it when compared."""
+    """The number of an `Owner` over a communicator. All numbers compare equal, so comparisons of states ignore them."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, int)
@@ -66,27 +66,27 @@ class StartNumber(int):
 
 
 class Owner(NamedTuple):
-    """The owner of an exchange; a communicator refuses to exchange for different owners.
+    """What makes an exchange, such as a step of an optimizer; communicators refuse to exchange for different owners.
 
-    Two ranks that step two optimizers in different orders would otherwise average gradients of different models.
+    Otherwise two ranks that step two optimizers in different orders would average gradients of different models.
     """
 
     kind: str
     """The kind of owner, such as "OneBitAdam"."""
     number: int
-    """Number of the owner among all that were started over the same communicator; 0 if it is not known."""
+    """Number of the owner among those that were started over the same communicator; 0 if it is not known."""
     names: tuple[str, ...]
-    """The names of its parameters."""
+    """The names of the owner's parameters."""
     stream: int
     """A digest of the parameters' names and shapes."""
     doing: str
     """What the owner does, such as "step 5 (warmup)"."""
     advice: str = _SAME_STEPS
-    """What an error advises if other ranks do something else."""
+    """The advice in the error that is raised if other ranks do something else."""
 
     @property
     def digest(self) -> int:
-        """A number below 2**63 that differs for different owners, and for different steps."""
+        """A number below 2^63 that differs between owners, and between steps."""
         text = f"{self.kind} {self.number} {self.stream} {self.doing}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -105,7 +105,7 @@ class AllToAll(NamedTuple):
     later: bool = False
     """Whether the computation starts more exchanges before it reads what arrives; see `pipeline`."""
     owner: Owner | None = None
-    """The owner of the exchange, if it must be told from others; see `owned`."""
+    """The owner of the exchange, if ranks must compare it; see `owned`."""
 
 
 class AllGather(NamedTuple):
@@ -171,7 +171,7 @@ class _Pending(Protocol):
 
 
 class Arriving(Sequence[Array]):
-    """The buffers that each rank sends here; reading them waits for their arrival."""
+    """The buffers that the ranks send to this rank; reading one waits for the arrival of all."""
 
     def __init__(self, pending: _Pending) -> None:
         self._pending: _Pending | None = pending
@@ -179,7 +179,7 @@ class Arriving(Sequence[Array]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the exchange has been waited for."""
+        """Whether this rank has waited for the exchange."""
         return self._pending is None
 
     def wait(self) -> list[Array]:
@@ -203,8 +203,8 @@ class Arriving(Sequence[Array]):
 def drive(stages: "Stages[Result]", comm: Transport) -> Result:
     """Run a computation in stages to its end over a communicator and return its result.
 
-    If the communicator has a ``start``, an exchange with ``later`` is started, but not waited for here. Every other
-    exchange completes before the computation continues.
+    If the communicator has a ``start``, an exchange with ``later`` is only started, and the computation continues.
+    Every other exchange completes before the computation continues.
     """
     arrived: Sequence[Array] | None = None
     under_way: list[Arriving] = []
@@ -268,7 +268,7 @@ class _Compared(NamedTuple):
 
 
 def _compares(request: Exchange, comm: Transport) -> bool:
-    """Return whether a communicator compares the owner of an exchange, if it has one."""
+    """Return whether a communicator compares the owner of an exchange, or the exchange has no owner."""
     return request.owner is None or getattr(comm, "compares_owners", False)
 
 
@@ -303,7 +303,7 @@ def told(owner: Owner | None) -> str:
 
 
 def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at the same time") -> str:
-    """Return the error text for ranks that exchange for different owners, from the text that each has `told`."""
+    """Return the error text for ranks that exchange for different owners, from the text that each rank `told`."""
     ranks_of = defaultdict(list)
     for rank, owner in sorted(texts.items()):
         ranks_of[owner].append(rank)
@@ -313,7 +313,7 @@ def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at t
 
 
 def as_mismatch(error: CommunicatorError) -> CommunicatorError:
-    """Return a MismatchError in place of an error that tells of different owners, perhaps on other ranks."""
+    """Convert an error about different owners, perhaps from other ranks, to a MismatchError; return others as is."""
     text = str(error)
     return MismatchError(text) if _DIFFERENT in text and not isinstance(error, MismatchError) else error
 
@@ -321,7 +321,7 @@ def as_mismatch(error: CommunicatorError) -> CommunicatorError:
 def through(
     stages: "Stages[Result]", ask: "Callable[[Exchange], Stages[Sequence[Array]]]"
 ) -> "Stages[Result]":
-    """Run a computation in stages; ``ask`` makes each of its exchanges, perhaps changed, or with others beside it."""
+    """Run a computation in stages; ``ask`` makes each of its exchanges, perhaps changed, or together with others."""
     arrived: Sequence[Array] | None = None
     while True:
         try:
@@ -335,7 +335,7 @@ def through(
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
     """Run a computation in stages, and give each of its exchanges an owner, unless it has one.
 
-    `through` could do this, but would need another generator for each exchange of every step.
+    `through` could do the same, but would make another generator for each exchange of every step.
     """
     arrived: Sequence[Array] | None = None
     while True:
@@ -351,7 +351,7 @@ def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
 
 
 def number_of(comm: Transport) -> "StartNumber":
-    """Return the next number, from 1, for the `Owner` of what starts over a communicator; all ranks call it once."""
+    """Return the next number, from 1, for an `Owner` that starts over a communicator; all ranks call this alike."""
     try:
         count = _numbers.setdefault(comm, itertools.count(1))
     except TypeError:  # another package's communicator need not be hashable
@@ -367,11 +367,12 @@ def place_in(comm: Transport) -> dict[str, Any]:
 
 
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
-    """Run several computations in turns; the exchanges of one may continue while the others compute.
+    """Run several computations in turns, so that the exchanges of one continue while the others compute.
 
-    In order, each computation runs up to its next exchange; then each continues with the buffers that have arrived for
-    it, and so on. So all ranks start all exchanges in the same order, however long these take. The computations may
-    have different kinds and numbers of exchanges, the same on all ranks. If one raises, the others are abandoned.
+    One after the other, each computation runs up to its next exchange. Then each continues with the buffers that have
+    arrived for it, and so on. So all ranks start all exchanges in the same order, however long these take. The
+    computations may differ in the kinds and numbers of their exchanges, but must be the same on all ranks. If one
+    raises, the others are abandoned.
 
     Examples
     --------
@@ -405,7 +406,7 @@ def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]"
 def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
     """Run several computations side by side, with one message per peer and stage for all of them.
 
-    They may have different kinds and numbers of exchanges, the same on all ranks.
+    The computations may differ in the kinds and numbers of their exchanges, but must be the same on all ranks.
     """
     if len(computations) == 1:
         return [(yield from computations[0])]
@@ -431,7 +432,7 @@ def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
 
 
 def _merge(requests: list[Exchange]) -> Exchange:
-    """Return one exchange with the buffers of several."""
+    """Return one exchange with the buffers of several exchanges."""
     if len(requests) == 1:
         return requests[0]
     ranks = range(len(requests[0].receive))
@@ -466,8 +467,8 @@ def announce_lengths(stages: "Stages[Result]", rank: int) -> "Stages[Result]":
 
     Notes
     -----
-    Sends 16 bytes per rank to every other rank, in a separate stage. Every rank learns the lengths of all messages, not
-    only of its own, because all ranks must decide alike.
+    Before each exchange, every rank sends 16 bytes per rank to every other rank. Every rank learns the lengths of all
+    messages, not only of its own, because all ranks must make the same decision.
     """
 
     def ask(request: Exchange) -> Stages[Sequence[Array]]:

@@ -1,4 +1,4 @@
-"""The state of a rank between two compressed means, and the checks that a mean can use it."""
+"""`MeanState`, the state of a rank between two compressed means, and the checks that a mean can use it."""
 
 import math
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ class MeanState(NamedTuple):
     nodes: tuple[int, ...] = ()
     """The node of each rank, if the topology depends on it; empty if each rank is a node of its own."""
     topology: str = AUTO
-    """The topology whose residuals these are; never "auto" after `CompressedMean.init`."""
+    """The topology to which the residuals belong; never "auto" after `CompressedMean.init`."""
     number: int = 0
-    """The number of this mean among all that started over the same communicator."""
+    """The number of this mean among those that started over the same communicator."""
 
 
 def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -> None:
@@ -47,7 +47,7 @@ def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -
 
 
 def require_no_residuals(state: MeanState) -> None:
-    """Raise ValueError if a state has residuals, for a mean that would add them and keep none."""
+    """Raise ValueError if a state has residuals; called for means that keep none."""
     if state.worker or state.server:
         raise ValueError(f"state has residuals, but this mean keeps none: {_CURE}")
 

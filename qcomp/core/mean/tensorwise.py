@@ -1,4 +1,4 @@
-"""Means that treat each tensor separately, so that any group of them can be exchanged together."""
+"""`TensorwiseMean`, which treats each tensor separately, so that any tensors can be exchanged together."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,16 +17,16 @@ __all__ = ["SeparableMean", "TensorwiseMean"]
 class SeparableMean(CompressedMean, ABC):
     """A mean whose tensors can be exchanged in any groups, with the same bits as in one exchange of all.
 
-    A tensor's place is the part of its exchange that depends on the other tensors of the model.
+    A tensor's place is what its exchange depends on besides the tensor itself, such as its number in random draws.
     """
 
     @abstractmethod
     def places(self, shapes: Sequence[tuple[int, ...]], size: int) -> tuple[Any, ...]:
-        """Return the place of each tensor of a model of these shapes on ``size`` ranks."""
+        """Return the place of each tensor, for a model with tensors of these shapes on ``size`` ranks."""
 
     @abstractmethod
     def numbered(self, places: tuple[Any, ...]) -> Self:
-        """Return this mean for tensors at these places: the same object for the same places."""
+        """Return this mean for tensors that have these places: the same object for the same places."""
 
     def split(self, state: MeanState, count: int) -> list[MeanState]:
         """Return the state of each of ``count`` tensors."""
@@ -66,13 +66,13 @@ class TensorwiseMean(SeparableMean):
         See `CompressedMean`.
     numbers : sequence of int
         The number of each tensor's first bucket, which is part of the key of its draws; see `bucket_numbers`. By
-        default, the numbers in a model of only these tensors.
+        default, the numbers in a model that has only these tensors.
 
     Notes
     -----
-    Compression of a bucket does not depend on its chunk, so the means equal a `CompressedMean` of all tensors
-    bit for bit, with two exceptions: another rank may serve a bucket, with other draws, and the order of sums in a ring
-    differs.
+    The compression of a bucket does not depend on its chunk. So the means equal the means of a `CompressedMean` of all
+    tensors bit for bit, with two exceptions: another rank may serve a bucket, with other draws, and a ring adds in
+    another order.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class TensorwiseMean(SeparableMean):
     numbers: Sequence[int] = ()
 
     def bucket_numbers(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the number of each tensor's first bucket, in a model with these shapes."""
+        """Return the number of each tensor's first bucket, for a model with tensors of these shapes."""
         lengths = [c.traits.bucket_size for c in self.compressors_of(shapes)]
         (whole,) = cut([math.prod(shape) for shape in shapes], lengths, 1)
         first = {segment.tensor: segment.bucket for segment in whole}

@@ -1,4 +1,4 @@
-"""Weighted means: the factor of each rank that turns the plain mean of all values into their weighted mean."""
+"""`weighted`: multiplies each rank's values by a factor, so that their plain mean is the weighted mean."""
 
 import math
 import struct
@@ -27,14 +27,14 @@ _ADVICE = "pass a weight on all ranks in the same steps, or on none; a rank with
 def weighted(values: Any, weight: float, comm: Transport) -> Any:
     """Return this rank's values times N w / (w_1 + ... + w_N), with its weight w and the weights of all N ranks.
 
-    The plain mean over the ranks of these products is the weighted mean, whatever averages them: an optimizer of qcomp,
-    a `CompressedMean`, or something else. Collective: all ranks call it.
+    The plain mean of these products over the ranks is the weighted mean, whatever averages them: an optimizer of qcomp,
+    a `CompressedMean`, or something else. All ranks must call this.
 
     Parameters
     ----------
     values : array or sequence of arrays
-        This rank's values, such as gradients; not written to. With a weight of 0 they count as zeros, even if they are
-        not finite, as the mean loss of no tokens is.
+        This rank's values, such as gradients; not written to. With a weight of 0, the values count as zeros, even if
+        they are not finite, like the mean loss over no tokens.
     weight : float
         How much the values count in this step, such as the number of this rank's valid tokens: finite and >= 0. Weights
         may differ between ranks and between steps.
@@ -44,8 +44,8 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
     Returns
     -------
     array or list of arrays
-        New arrays, in the dtype in which the values are computed: float32 for half precision. They are outside of
-        automatic differentiation: multiply a loss by ``weighted(torch.ones(()), weight, comm)``.
+        New arrays, in the dtype in which the values are computed: float32 for half precision. The result has no
+        gradient. To weight a loss, multiply it by ``weighted(torch.ones(()), weight, comm)``.
 
     Raises
     ------
@@ -56,9 +56,9 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
 
     Notes
     -----
-    If all weights are equal the factor is exactly 1. A compressor receives the products, so with an unbiased one the
+    If all weights are equal the factor is exactly 1. A compressor gets the products. So with an unbiased compressor the
     weighted mean is unbiased, and the sum identity of error feedback (see `CompressedMean`) holds for the weighted
-    means, also if weights change in every step.
+    means, even if weights change in every step.
 
     Examples
     --------

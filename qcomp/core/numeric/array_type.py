@@ -1,4 +1,4 @@
-"""The type of an array: what every library of the Python Array API has in common."""
+"""`Array`: the type of an array, with the operations that all libraries of the Python Array API have in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Array(Protocol):
     def __float__(self) -> float: ...
     def __int__(self) -> int: ...
     def __neg__(self) -> Array: ...
-    # An array compares each element, where object returns a bool.
+    # Arrays compare element by element, whereas the methods of `object` return a bool.
     def __eq__(self, other: Any, /) -> Array: ...  # type: ignore[override]
     def __ne__(self, other: Any, /) -> Array: ...  # type: ignore[override]
     def __lt__(self, other: Any, /) -> Array: ...
@@ -45,8 +45,8 @@ class Array(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Array)
-"""The type of an argument whose library is also that of the result. Operators of `Array` lose this type, so a function
-that returns a computed array as Kind must tell the type checker to ignore the difference."""
+"""The type of an argument, in functions whose result belongs to the same library. Operators of `Array` lose this type,
+so a function that returns a computed array as Kind must tell the type checker to ignore the difference."""
 
 
 class Mutable(Array, Protocol):

@@ -76,10 +76,10 @@ TINY = 2.0**-126
 """The smallest normal float32: smaller magnitudes count as zero (`flush`)."""
 
 LIMIT = 2.0**100
-"""Magnitudes from here on are refused like infinities; below, no sum, range or norm of a bucket overflows."""
+"""Magnitudes from this one on are refused like infinities; below it, no sum, range or norm of a bucket overflows."""
 
 _EXACT_FLOAT64 = 2.0**-1022, 2.0**996
-"""The same two bounds for float64 values sent exactly: the smallest normal number, and what 2^28 ranks can add up."""
+"""The same two bounds for float64 values sent exactly. Below the second, sums of 2^28 values are finite."""
 
 _ITEMSIZE = {
     **dict.fromkeys(("bool", "int8", "uint8"), 1),
@@ -94,12 +94,12 @@ if sys.byteorder != "little":
 
 
 _OLDEST = "2023.12"
-"""The oldest version of the array API standard that has all functions used here, such as `maximum`."""
+"""The oldest version of the array API standard that has all functions that qcomp uses, such as `maximum`."""
 _namespaces: dict[object, Namespace] = {}
 
 
 def array_namespace(*arrays: Array) -> Namespace:
-    """Return the library of arrays, as array-api-compat does, but cached: its lookup would dominate small calls."""
+    """Return the library of arrays, as array-api-compat does, but cached: a lookup would dominate small calls."""
     kind: object = type(arrays[0])
     if len(arrays) > 1 and any(type(x) is not kind for x in arrays):
         return array_api_compat.array_namespace(*arrays)
@@ -121,7 +121,7 @@ def array_namespace(*arrays: Array) -> Namespace:
 def device(x: Array) -> Any:
     """Return the device of an array, None while a compiler traces.
 
-    A tracer of JAX looks through its whole program to explain a missing attribute, such as this.
+    A tracer of JAX has no device, and looks through its whole program to explain that this attribute is missing.
     """
     kind: object = type(x)
     if _library(kind) in ("numpy", "torch"):
@@ -162,7 +162,7 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
 
 
 def require_apart(values: Any, argument: str) -> None:
-    """Raise ValueError if arrays of a list share memory: a write to one would change another."""
+    """Raise ValueError if arrays of a list share memory, since a write to one would change another."""
     if isinstance(values, list | tuple) and is_mutable(values[0]) and (pair := sharing(values)):
         raise ValueError(
             f"{argument}[{pair[0]}] and {argument}[{pair[1]}] share memory that may be written to; expected separate "
@@ -173,7 +173,8 @@ def require_apart(values: Any, argument: str) -> None:
 def sharing(arrays: Sequence[Array]) -> tuple[int, int] | None:
     """Return the numbers of two arrays that share memory, or None.
 
-    The gaps between elements of one may be the memory of another, so an array with gaps counts as its first byte.
+    The gaps between elements of an array may be the memory of another array, so of an array with gaps only the first
+    byte counts.
     """
     spans = sorted((*_span(x), number) for number, x in enumerate(arrays) if 0 not in x.shape)
     for (_, stop, one), (start, _, other) in pairwise(spans):
@@ -183,7 +184,7 @@ def sharing(arrays: Sequence[Array]) -> tuple[int, int] | None:
 
 
 def _span(x: Any) -> tuple[int, int]:
-    """Return the addresses at which an array begins and ends, or if it has gaps, its first byte."""
+    """Return the addresses at which an array begins and ends; if it has gaps, only its first byte counts."""
     if hasattr(type(x), "data_ptr"):  # torch
         size, start, strides = x.itemsize, x.data_ptr(), [step * x.itemsize for step in x.stride()]
     elif hasattr(type(x), "strides") and hasattr(x, "__array_interface__"):  # NumPy
@@ -195,9 +196,9 @@ def _span(x: Any) -> tuple[int, int]:
 
 
 def one_of_each_kind(tensors: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return the first tensor of each class, dtype and layout, with its number; the others are like it.
+    """Return the first tensor of each class, dtype and layout, with its number; each tensor is like one of these.
 
-    Checking every one of many small tensors takes longer than their arithmetic.
+    To check every one of many small tensors would take longer than their arithmetic.
     """
     kinds: dict[object, tuple[int, Any]] = {}
     for index, tensor in enumerate(tensors):
@@ -298,8 +299,8 @@ def detached(tensors: Sequence[Any]) -> list[Array]:
 def bitcast(x: Array, dtype: Any) -> Array:
     """Return the bits of x read as another dtype; the last axis grows or shrinks with the item size.
 
-    The Array API standard has no bit-cast. NumPy, CuPy, torch and JAX arrays have ``view``; an array of a
-    library without it is read through NumPy.
+    The Array API standard has no bit-cast. Arrays of NumPy, CuPy, torch and JAX have ``view``; arrays without ``view``
+    are read through NumPy.
     """
     if x.dtype == dtype:
         return x
@@ -317,7 +318,7 @@ def bitcast(x: Array, dtype: Any) -> Array:
 
 
 def in_numpy(x: Any) -> Any:
-    """Return an array in the memory of the CPU as a NumPy array, through whichever protocol its library has.
+    """Return an array that is in CPU memory as a NumPy array, by whichever protocol its library has.
 
     The result may share memory with x, and may be read-only.
     """
@@ -326,7 +327,7 @@ def in_numpy(x: Any) -> Any:
 
 
 @cache
-def _numpy() -> Any:  # not at the top: `import qcomp` loads no array library
+def _numpy() -> Any:  # imported here, since `import qcomp` loads no array library
     return importlib.import_module("array_api_compat.numpy")
 
 
@@ -381,14 +382,14 @@ def cut_like(joined: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def exact_bounds(x: Array) -> tuple[float, float]:
-    """Return `TINY` and `LIMIT` for values like x that are sent exactly: in float64 no scale in float32 limits them."""
+    """Return the bounds that replace `TINY` and `LIMIT` for values like x that are sent exactly: wider in float64."""
     return _EXACT_FLOAT64 if dtype_name(x.dtype) == "float64" else (TINY, LIMIT)
 
 
 def flush(x: Array, *, exact: bool = False) -> Array:
-    """Return x with -0 and all magnitudes below 2**-126 replaced by +0; exact values in float64 below 2**-1022.
+    """Return x with -0 and all magnitudes below 2^-126 (2^-1022 for float64 with ``exact``) replaced by +0.
 
-    Some devices and compilers flush subnormals and others do not; after this all of them agree.
+    Some devices and compilers flush subnormals and others do not. After this, the results of all agree.
     """
     xp = array_namespace(x)
     tiny = exact_bounds(x)[0] if exact else TINY
@@ -396,7 +397,7 @@ def flush(x: Array, *, exact: bool = False) -> Array:
 
 
 def flushes_subnormals() -> bool:
-    """Return whether this thread's processor takes subnormal numbers for 0, a mode that libraries change on import."""
+    """Return whether this thread's processor takes subnormal numbers for 0. Imported libraries may change this mode."""
     return math.ldexp(1.0, -1060) * 1.0 == 0
 
 
@@ -404,8 +405,8 @@ def divide(x: Array, divisor: float | Array) -> Array:
     """Return x / divisor, correctly rounded under every compiler.
 
     XLA, and libraries on devices, turn a division by a number, or by an array that is broadcast, into a multiplication
-    by the reciprocal, which rounds twice. For them the divisor appears to differ between elements (it does not: x == x
-    except for NaN).
+    by the reciprocal, which rounds twice. So for them, the divisor is written as if it differed between elements (it
+    does not, since x == x except for NaN).
     """
     xp = array_namespace(x)
     is_number, is_of_jax = isinstance(divisor, int | float), xp.__name__ == "jax.numpy"
@@ -459,13 +460,13 @@ def _rounded_once(function: Callable[..., Array], *arrays: Any) -> Array:
 
 
 def _compiles_for_host(x: Any) -> bool:
-    """Return whether XLA computes with a JAX array on a CPU. Where a GPU is present, a traced array may be on it."""
+    """Return whether XLA computes with a JAX array on a CPU. If there is a GPU, a traced array may be on it."""
     platforms = {sys.modules["jax"].default_backend()} if is_traced(x) else {d.platform for d in x.devices()}
     return platforms == {"cpu"}
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """Return the product of matrices, computed with all bits of float32: on GPUs and TPUs JAX drops some by default."""
+    """Return the product of matrices, computed with all bits of float32, of which JAX drops some on GPUs and TPUs."""
     xp = array_namespace(a)
     return xp.matmul(a, b, precision="highest") if xp.__name__ == "jax.numpy" else xp.matmul(a, b)
 
@@ -473,8 +474,8 @@ def matmul(a: Array, b: Array) -> Array:
 def truncate_last_bit(x: Array) -> Array:
     """Return x with the last bit of its significand cleared.
 
-    A product that goes through this integer operation cannot be contracted with a following addition
-    into one fused multiply-add, so ``truncate_last_bit(a * b) + c`` gives the same bits everywhere.
+    A compiler cannot fuse a product that goes through this integer operation with a following addition into one
+    multiply-add, so ``truncate_last_bit(a * b) + c`` gives the same bits everywhere.
     """
     xp = array_namespace(x)
     integer = xp.int64 if dtype_name(x.dtype) == "float64" else xp.int32
@@ -489,7 +490,7 @@ def is_traced(x: object) -> bool:
 
 
 def as_count(number: Any) -> Any:
-    """Return a count as an int; a traced one stays as it is."""
+    """Return a count as an int; a traced count stays as it is."""
     return number if is_traced(number) else int(number)
 
 
@@ -519,9 +520,9 @@ def require_below(x: Array, limit: float, what: str) -> None:
 
 
 def all_below(x: Array, limit: float) -> Array:
-    """Return whether all magnitudes are below a limit, as an array of shape (); reads nothing.
+    """Return whether all magnitudes are below a limit, as an array of shape (), without waiting for the device.
 
-    Every element is compared: on the CPU, XLA's maximum of a long vector drops NaN.
+    Every element is compared, since on the CPU XLA's maximum of a long vector drops NaN.
     """
     xp = array_namespace(x)
     return xp.all(xp.abs(x) < limit)
@@ -534,7 +535,7 @@ def is_read_late(x: Array) -> bool:
 
 
 def out_of_range(x: Array, limit: float) -> Array:
-    """Return whether any magnitude of a vector is not below a limit, as a uint8 of shape (1,); reads nothing."""
+    """Return whether a magnitude of a vector is not below a limit, as a uint8 of shape (1,), without reading it."""
     xp = array_namespace(x)
     if x.shape[0] == 0:
         return xp.zeros((1,), dtype=xp.uint8, device=device(x))
@@ -562,7 +563,7 @@ def is_on_host(x: Array) -> bool:
 
 
 def flat(x: Array) -> Array:
-    """Return x as a vector, without a copy where its memory allows it."""
+    """Return x as a vector, without a copy if its memory allows that."""
     return x if x.ndim == 1 else array_namespace(x).reshape(x, (-1,))
 
 
@@ -577,7 +578,7 @@ def shaped_like(vectors: Sequence[Array], tensors: Sequence[Array]) -> list[Arra
 
 
 def require_like(out: Array, value: Array, *, argument: str = "out") -> None:
-    """Raise ValueError unless out has as many elements as value, and its dtype."""
+    """Raise ValueError unless ``out`` has as many elements as ``value``, and the same dtype."""
     if math.prod(out.shape) != math.prod(value.shape) or out.dtype != value.dtype:
         raise ValueError(
             f"{argument} has shape {tuple(out.shape)} and dtype {dtype_name(out.dtype)}; "
@@ -586,7 +587,7 @@ def require_like(out: Array, value: Array, *, argument: str = "out") -> None:
 
 
 def write_into(out: Array, value: Array, *, argument: str = "out") -> Array:
-    """Write value into the buffer out, which must have its size and dtype, and return out."""
+    """Write ``value`` into the buffer ``out``, which must have the same size and dtype, and return ``out``."""
     require_like(out, value, argument=argument)
     buffer: Any = out
     try:

@@ -1,9 +1,9 @@
-"""The cut of a vector into buckets, as pure integers, and the two-dimensional view of its elements.
+"""`blocks` cuts a vector of a given size into buckets, and a `Block` views their elements as rows.
 
 A bucket is a run of elements that share a scale. All buckets of a vector have ``bucket_size`` elements except the last,
-the tail. Its *length* is the smallest power of two, at least 8, that holds the remaining elements. The difference
-between a tail's length and its element count is padding: zero bits on the wire that never enter a scale, a norm or a
-residual. A compressor whose bucket sizes are not powers of two has its own rule for the length, and may have padding in
+the tail. The *length* of the tail is the smallest power of two, at least 8, that holds the remaining elements. The
+difference between a tail's length and its element count is padding: zero bits on the wire that never enter a scale, a
+norm or a residual. A compressor whose bucket sizes are not powers of two has its own rule for the length, and may pad
 every bucket.
 """
 
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     length: int
     """Elements of a bucket, including padding."""
     filled: int
-    """Elements of a bucket without padding; for sizes that are powers of two, ``length`` except in the tail."""
+    """Elements of a bucket without padding; if bucket sizes are powers of two, ``length`` except in the tail."""
     first_bucket: int
     """Index of the first bucket."""
 
@@ -74,7 +74,7 @@ def tail_length(count: int) -> int:
     return max(8, 1 << (count - 1).bit_length())
 
 
-@lru_cache(1024)  # every kernel call needs it
+@lru_cache(1024)  # every kernel call needs this number
 def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> int:
     """Return the number of elements including padding."""
     return sum(block.rows * block.length for block in blocks(size, bucket_size, length_of))
@@ -82,7 +82,7 @@ def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = t
 
 @lru_cache(1024)  # every pure call needs them
 def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> tuple[Block, ...]:
-    """Return the full buckets as one block, then the tail as another, if they exist.
+    """Return the full buckets, if any, as one block, then the tail, if there is one, as another.
 
     ``length_of`` gives the length of a bucket from its element count.
     """

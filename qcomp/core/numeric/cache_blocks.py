@@ -1,4 +1,4 @@
-"""Elementwise computations on large arrays, one part that fits into the caches at a time."""
+"""`in_blocks`: computes elementwise on large arrays, part by part, so that each part stays in the caches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ def in_blocks(
     """Return ``function(*arrays)``, where every element of a result depends only on the same element of the arrays.
 
     On a CPU, a function of ten operations moves ten large arrays through the memory, and fetches new pages for each.
-    Here it works on some rows at a time, and only its results are written to the memory.
+    `in_blocks` calls it on some rows at a time, so that only results are written to the memory.
 
     Parameters
     ----------
     function : callable
-        Takes arrays of one shape and returns several of that shape; may be applied to some rows at a time.
+        Takes arrays of one shape and returns several arrays of that shape. It is called on some rows at a time.
     arrays : sequence of arrays
         Arrays of one shape, library and device.
     outs : sequence of arrays or None
         A buffer for each result, with its shape and dtype, which may be one of the arrays. The results are written to
-        them, unless a buffer is None or immutable, or the arrays are small or not on a CPU.
+        the buffers, unless a buffer is None or immutable, or the arrays are small or not on a CPU.
     """
     shape = arrays[0].shape
     rows = shape[0] if shape else 0

@@ -11,17 +11,17 @@ from qcomp.core.numeric.sums import pad_to_power_of_two, power_of_two_below, tre
 LEAST_LEFT, LEAST_RIGHT = 2.0**-30, 2.0**-72
 """The least magnitudes in the left factor, whose rows have norm 1, and in the right factor; smaller ones count as zero.
 
-A product of two nonzero elements is then at least 2^-102, so in float32 sums of products are multiples of 2^-126. They
-are never subnormal: some devices flush subnormals and others do not.
+A product of two nonzero elements is then at least 2^-102, so in float32 sums of products are multiples of 2^-126. So
+these sums are never subnormal numbers, which some devices flush and others do not.
 """
 _LEAST = 2.0**-51
-"""The least magnitude while rows are made orthonormal; for the same reason."""
+"""The least magnitude while rows are made orthonormal, for the same reason."""
 _INDEPENDENT = 0.5
-"""The least norm that a row of norm 1 keeps in the second projection, if it is more than rounding errors."""
+"""The least norm that a row of norm 1 keeps in the second projection, unless it consists of rounding errors."""
 
 
 def first_factor(count: int, length: int, like: Array) -> Array:
-    """Return numbers between -1 and 1, of shape (count, length): the same on all ranks, in all jobs."""
+    """Return numbers between -1 and 1, of shape (count, length), which are the same on all ranks, in all jobs."""
     xp = array_namespace(like)
     padded = -(-length // 8) * 8
     draws = draws16(
@@ -33,7 +33,7 @@ def first_factor(count: int, length: int, like: Array) -> Array:
 def next_factor(new: Array, old: Array) -> Array:
     """Return each row divided by a power of two, so that its largest magnitude is from 1 to 2; for zeros, the old row.
 
-    Exact, so that all ranks hold the same. A row of zeros would never leave zero again.
+    The division is exact, so that all ranks hold the same. A row of zeros would stay zero in all later steps.
     """
     xp = array_namespace(new)
     largest = xp.max(xp.abs(new), axis=-1, keepdims=True)
@@ -72,11 +72,11 @@ def without_small(x: Array, least: float) -> Array:
 def orthonormal(rows: Array) -> Array:
     """Return an orthonormal basis of the span of rows, with zeros for each row that depends on earlier rows.
 
-    With the same bits in every library: each product loses its last bit before it is added.
+    The result has the same bits in every library, since each product loses its last bit before it is added.
 
-    Gram-Schmidt, with two projections of every row: they make the rows orthogonal to working precision, however close
-    to dependent the rows were. A row that is nothing but rounding errors may become any direction orthogonal to the
-    others, or zero.
+    This is Gram-Schmidt with two projections of every row, which make the rows orthogonal to working precision, however
+    close to dependent they were. A row that consists of rounding errors may become any direction orthogonal to the
+    other rows, or zero.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def _projected(row: Array, basis: Array) -> Array:
     """Return the part of a row that is orthogonal to a basis."""
     if not basis.shape[-2]:
         return row
-    # Not by `matmul`, whose order of summation differs between libraries.
+    # Without `matmul`, since its order of summation differs between libraries.
     shares = without_small(_sums(truncate_last_bit(basis * row)), _LEAST)
     for index in range(basis.shape[-2]):
         row = row - truncate_last_bit(shares[..., index : index + 1, :] * basis[..., index : index + 1, :])

@@ -1,4 +1,4 @@
-"""Arithmetic on numbers that a step computes from arrays: floats, or float64 scalars while a compiler traces."""
+"""Arithmetic on the numbers that a step computes from arrays: floats, or float64 scalars while a compiler traces."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from qcomp.core.numeric.arrays import Array, array_namespace, is_traced
 __all__ = ["Number", "as_number", "choose", "clamp", "factor_of", "mean_of_positive", "root"]
 
 Number = float
-"""A float; while a compiler traces, a float64 scalar takes its place."""
+"""A float, or a float64 scalar array while a compiler traces."""
 
 
 def as_number(x: Array) -> Number:
@@ -20,7 +20,7 @@ def as_number(x: Array) -> Number:
 
 
 def factor_of(x: Array, number: Number) -> Number:
-    """Return a number in a type that multiplies an array without changing the array's dtype."""
+    """Return a number in a type by which an array can be multiplied without changing the array's dtype."""
     traced: Any = number
     found: Number = traced.astype(x.dtype) if is_traced(traced) else number
     return found

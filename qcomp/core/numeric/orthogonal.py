@@ -1,4 +1,4 @@
-"""The nearest matrix with orthonormal rows or columns, roughly and fast: Newton-Schulz iterations."""
+"""`orthogonalize`: a fast approximation of the nearest matrix with orthonormal rows or columns, by Newton-Schulz."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.sums import power_of_two_below
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""(a, b, c) of p(s) = a s + b s^3 + c s^5, the map of each singular value in an iteration."""
+"""(a, b, c) of p(s) = a s + b s^3 + c s^5; an iteration maps each singular value s to p(s)."""
 ITERATIONS = 5
 MOST_ON_GRAM = 3
-"""The most iterations on one Gram matrix: rounding errors of its smallest eigenvalues grow 12-fold in each."""
+"""The most iterations on one Gram matrix: in each, rounding errors of its smallest eigenvalues grow 12-fold."""
 EPS = 1e-7
-"""The norm below which a matrix is not scaled up to norm 1, so that rounding errors do not become updates."""
+"""A matrix with a smaller norm is not scaled up to norm 1, so that rounding errors do not become updates."""
 
 
 def require_library(dtype: str, x: Array) -> None:
@@ -49,7 +49,7 @@ def multiplications(rows: int, columns: int, iterations: int = ITERATIONS) -> in
 def orthogonalize(
     x: Array, *, iterations: int = ITERATIONS, dtype: str = "float32", factor: float = 1.0
 ) -> Array:
-    """Return matrices with the singular vectors of x, and singular values near 1, or near a factor.
+    """Return matrices with the singular vectors of x, and singular values near ``factor``.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ def orthogonalize(
     iterations : int
         Newton-Schulz iterations, at least 1.
     dtype : {"float32", "bfloat16"}
-        The dtype of the matrix products; "float32" stands for the dtype of ``x``. In "bfloat16" they are several times
-        as fast on GPUs and on CPUs that have it, and singular values are off by about a tenth.
+        The dtype of the matrix products; "float32" stands for the dtype of ``x``. In "bfloat16", products are several
+        times as fast on GPUs and on CPUs that support it, and singular values are off by about a tenth.
     factor : float
         Multiplies the result.
 
@@ -67,14 +67,14 @@ def orthogonalize(
     -------
     array of the dtype of the matrix products, shape (..., rows, columns)
         factor U p(...p(S / max(|x|_F, eps))) V^T for x = U S V^T, with p as in `COEFFICIENTS`, applied ``iterations``
-        times. After five, singular values from .0018 |x|_F on lie between .68 and 1.21 times the factor; smaller ones
-        are below, and zero stays zero.
+        times. After five iterations, singular values from .0018 |x|_F on lie between .68 and 1.21 times the factor.
+        Smaller singular values end below this range, and zero stays zero.
 
     Notes
     -----
-    The roundings of matrix products differ between libraries: a result that all ranks must share is computed on one
+    The roundings of matrix products differ between libraries, so a result that all ranks must share is computed on one
     rank. If the longer side is more than 1.5 times the shorter, iterations run on the Gram matrix of the shorter side,
-    which takes fewer multiplications; after at most `MOST_ON_GRAM` of them, the Gram matrix is computed anew.
+    which takes fewer multiplications. After at most `MOST_ON_GRAM` iterations, the Gram matrix is computed anew.
     Source: Jordan et al., Muon, 2024.
 
     Examples
@@ -93,7 +93,7 @@ def orthogonalize(
         if is_on_host(x) and not is_traced(x):  # few matrices need scaling, and values are at hand
             gram, squares = _squared(y, x.dtype)
             if not xp.all(xp.isfinite(squares)):
-                squares = None  # overflow; only squares of elements far below EPS vanish
+                squares = None  # squares overflow; only squares of elements far below EPS vanish
     if squares is None:
         # Scaled by a power of two first, since squares of float32 overflow from 2^64 on.
         axes = (-2, -1)
@@ -129,7 +129,7 @@ def _iterate(y: Array, norm: Array, gram: Array, iterations: int, factor: float)
 
 
 def _iterate_on_gram(y: Array, norm: Array, gram: Array, iterations: int, factor: float) -> Array:
-    """Return the same as `_iterate`, up to rounding: an iteration turns y into P y, and G = y y^T into P G P."""
+    """Return what `_iterate` returns, up to rounding: an iteration turns y into P y, and G = y y^T into P G P."""
     xp = array_namespace(y)
     identity = xp.eye(y.shape[-2], dtype=y.dtype, device=device(y))
     parts = _parts(iterations)

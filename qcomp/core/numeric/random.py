@@ -1,7 +1,7 @@
 """Counter-based random draws: Philox4x32-10 (Salmon et al., SC'11), and the keys that select the draws.
 
-A draw is a pure function of (seed, step, tensor, rank, hop, element). It depends on no state and no order of
-evaluation, and is the same on every library and device.
+A draw is a pure function of (seed, step, tensor, rank, hop, element). It depends on no state and on no order of
+evaluation, and is the same in every library and on every device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK32 = 0xFFFFFFFF
 _ROUNDS = 10
 _ROUNDING = 0
-"""Counter word that separates the draws for rounding from those for other purposes."""
+"""Counter word that separates the draws for rounding from draws for other purposes."""
 
 
 class _KeyParts(NamedTuple):
@@ -56,7 +56,7 @@ class Key(_KeyParts):
         The rank that draws, 0 to 2**32 - 1; `SHARED_RANK` for draws that all ranks share.
     hop : int
         0 for a worker, 1 for a server, 2 and up for the sums forwarded around a ring, up to 2**32 - 1. A server that
-        rounded with its own worker stream would be biased.
+        rounded with the draws of its own worker would be biased.
     bucket : int
         Index of the vector's first bucket among all buckets that the key covers, 0 to 2**32 - 1.
 
@@ -96,7 +96,7 @@ class Key(_KeyParts):
         if set(map(type, key)) == {int} and min(key) >= 0 and max(key[:2]) >> 64 == max(key[2:]) >> 32 == 0:
             return key
         for name, part, end in zip(cls._fields, key, _ENDS, strict=True):
-            # An array's value may be on a device, or not exist yet.
+            # Only integers are checked, since an array's value may be on a device, or not exist yet.
             if (type(part) is int or isinstance(part, Integral)) and not 0 <= int(part) < end:
                 raise ValueError(f"Key.{name} is {part}; expected 0 to 2**{end.bit_length() - 1} - 1")
         return key
@@ -116,7 +116,7 @@ class Key(_KeyParts):
         return self._checked((seed, step, tensor, rank, *new))
 
     if not TYPE_CHECKING:
-        _make = _checked  # so that `_replace`, which calls it, checks too; type checkers have their own rules for both
+        _make = _checked  # so that `_replace`, which calls `_make`, checks too; type checkers know both
 
 
 def _signed(word: int) -> int:
@@ -161,7 +161,7 @@ class _Arithmetic:
             return constant * x >> 32, constant * x & _MASK32
         assert self.xp is not None
         if self.has_int64:
-            # It may wrap around, which loses no bit.
+            # The product may wrap around, which loses no bit.
             product = (self.xp.astype(x, self.xp.int64) & _MASK32) * constant
             high = self.xp.astype(product >> 32, self.xp.int32)
         else:
@@ -185,10 +185,10 @@ class _Arithmetic:
         return self.both(xor, first, k0), low1, self.both(xor, third, k1), low0
 
     def alike(self, counter: tuple[Any, ...], key: tuple[Any, ...]) -> tuple[Array, ...]:
-        """Return the words of a counter with the shape that they have after the rounds; a loop changes no shape."""
+        """Return the words of a counter in the shape that they have after the rounds: loops must not change shapes."""
         nothing: Any = 0
         for word in (*counter, *key):
-            # A sum also has the axes of a mesh over which any of the words varies.
+            # A sum has the shape of all its words, and varies over every axis of a mesh over which a word varies.
             nothing = self.both(add, nothing, word & 0)
         return tuple(self.both(or_, nothing, word) for word in counter)
 
@@ -196,8 +196,8 @@ class _Arithmetic:
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], *, like: Array | None = None) -> Any:
     """Return the four output words of Philox4x32-10 for a counter of four words and a key of two.
 
-    Without ``like`` all words are Python integers. With it they are int32 arrays (or integers) that
-    broadcast against each other, in the library of ``like``.
+    Without ``like`` all words are Python integers. With ``like``, words are int32 arrays of its library, which
+    broadcast against each other, or integers.
     """
     words = _Arithmetic(like)
     start: Any = tuple(map(words.word, counter))
@@ -220,7 +220,7 @@ def _words(name: str, value: Any, count: int) -> tuple[Any, ...]:
 
 
 def require_key(key: object, spec: str) -> None:
-    """Raise unless a compressor that draws, with this spec string, is given a key: ValueError for None."""
+    """Raise unless the argument is a key, for a compressor that draws: ValueError for None, else TypeError."""
     if not isinstance(key, Key):
         error = ValueError if key is None else TypeError
         raise error(f"key is {key!r}; {spec} draws random numbers and needs a qcomp.Key")
@@ -232,7 +232,7 @@ def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:
     return _folded(*parts) if all(type(part) is int for part in parts) else _fold(*parts, like=like)
 
 
-@lru_cache(16)  # equal for all segments of a step
+@lru_cache(16)  # the same for all segments of a step
 def _folded(seed: int, step: int, tensor: int, rank: int) -> Any:
     return _fold(seed, step, tensor, rank, like=None)
 
@@ -252,7 +252,7 @@ _replacement: ContextVar[Callable[[Key, Block], Any] | None] = ContextVar("qcomp
 def replace_draws(source: Callable[[Key, Block], Any]) -> Iterator[None]:
     """Make `draws16` return ``source(key, block)`` inside the context, so that draws can be enumerated.
 
-    The source returns integers from 0 to 65535: one, or an array that broadcasts to (rows, length).
+    The source returns an integer from 0 to 65535, or an array of such integers that broadcasts to (rows, length).
     """
     token = _replacement.set(source)
     try:
@@ -269,7 +269,7 @@ def draws_are_replaced() -> bool:
 def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
     """Return one 16-bit draw for every element of a block, float32 of shape (rows, length), values 0 to 65535.
 
-    A Philox block yields four words, hence eight draws. Let W be the length of a bucket divided by 8. Then draw d of
+    A Philox block has four words, and so eight draws. Let W be the length of a bucket divided by 8. Then draw d of
     block ``bucket * bucket_size / 8 + j`` belongs to element d*W + j. Draws 2i and 2i + 1 are the low and the high half
     of word i. So one lane owns one block, eight strided elements and one byte of every bit plane.
 
@@ -285,7 +285,7 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
 
 
 def stream_of(key: Key, *, like: Array) -> Array:
-    """Return the numbers that determine all draws of a key, int32 of shape (4,): two folded words, hop and bucket."""
+    """Return the numbers that determine all draws of a key: two folded words, hop and bucket, int32 of shape (4,)."""
     words, xp = _Arithmetic(like), array_namespace(like)
     parts = [words.word(part) for part in (*fold_key(key, like=like), key.hop, key.bucket)]
     nothing = xp.zeros((1,), dtype=xp.int32, device=device(like))

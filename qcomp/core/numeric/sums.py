@@ -18,10 +18,10 @@ from qcomp.core.numeric.arrays import (
 
 
 def tree_sum(rows: Array) -> Array:
-    """Sum each row of an array of shape (rows, length), length a power of two: halves are added until one is left.
+    """Sum each row of an array of shape (rows, length) by adding its halves until one element is left.
 
-    These are plain IEEE additions in a fixed order, which a CPU can vectorise and a GPU block can make in shared
-    memory.
+    The length must be a power of two. These are plain IEEE additions in a fixed order, which a CPU can vectorise and a
+    GPU block can compute in shared memory.
     """
     while (length := rows.shape[1]) > 1:
         half = length // 2
@@ -30,7 +30,7 @@ def tree_sum(rows: Array) -> Array:
 
 
 def pad_to_power_of_two(rows: Array) -> Array:
-    """Return an array of shape (rows, any length) with zeros up to a power of two, as `tree_sum` needs it."""
+    """Pad the rows of an array with zeros up to a power of two, as `tree_sum` needs them."""
     xp = array_namespace(rows)
     count, length = rows.shape
     padded = 1 << max(0, length - 1).bit_length()
@@ -49,9 +49,9 @@ def mean_abs(rows: Array, count: int) -> Array:
 def _scaled_squares(rows: Array) -> tuple[Array, Array]:
     """Return the sum of squares of each row, divided by the square of a power of two, and that power.
 
-    With the magnitudes divided by the power of two at or below their maximum, no square overflows. Magnitudes
-    then below 2**-63 would have subnormal squares and count as zero. The last bit of every square is
-    cleared, so that no compiler can contract the square and the addition.
+    The power of two is the largest that is at most the row's largest magnitude, so that no square overflows. Divided
+    magnitudes below 2^-63 would have subnormal squares, and count as zero. The last bit of every square is cleared, so
+    that no compiler can fuse the square and the addition.
     """
     xp = array_namespace(rows)
     largest = xp.max(xp.abs(rows), axis=1)
@@ -100,7 +100,7 @@ def total(x: Array) -> Array:
 
 
 def totals(arrays: Sequence[Array]) -> list[float]:
-    """Return the `total` of each array, in one read where all have one dtype."""
+    """Return the `total` of each array, in one read if all have one dtype."""
     sums = [array_namespace(x).reshape(total(x), (1,)) for x in arrays]
     if len({x.dtype for x in sums}) > 1:
         return [float(x[0]) for x in sums]

@@ -1,4 +1,4 @@
-"""Whiteners: matrices that make the singular values of other matrices about equal, before these are rounded."""
+"""Whiteners: factors that make the singular values of a matrix about equal before it is rounded."""
 
 import math
 
@@ -15,14 +15,14 @@ from qcomp.core.numeric.arrays import (
 )
 
 NEW = 0.4
-"""The weight of the newest matrix in the running average."""
+"""The weight of the newest matrix in the average of which a whitener is the inverse root."""
 LEAST = 0.02
-"""The least singular value that counts, relative to the root mean square; with smaller ones, a whitener would not
-survive rounding."""
+"""The least singular value that counts, relative to the root mean square of all. With smaller singular values, a
+whitener would not survive rounding."""
 
 
 def whitener(x: Array, before: Array) -> Array:
-    """Return a square matrix whose product with matrices like x has singular values near each other.
+    """Return a square matrix whose product with a matrix like x has singular values near each other.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def whitened(x: Array, by: Array, shape: tuple[int, int]) -> Array:
     """
     xp = array_namespace(x)
     fits = all_below(x, LIMIT)
-    if is_traced(x) or not is_on_host(x):  # where there is no value, or reading it would wait for the device
+    if is_traced(x) or not is_on_host(x):  # there is no value, or reading it would wait for the device
         y = _product(by, xp.where(fits, x, xp.zeros_like(x)), shape)
         return xp.where(fits, y, xp.full_like(y, math.nan))
     return _product(by, x, shape) if fits else xp.full_like(x, math.nan)
@@ -77,7 +77,7 @@ def unwhitened(y: Array, by: Array, shape: tuple[int, int]) -> Array:
 
 
 def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
-    """Multiply a flat matrix of this shape by a square one on its shorter side; return the flat product."""
+    """Multiply a flat matrix of this shape by a square matrix on its shorter side; return the flat product."""
     xp = array_namespace(x)
     matrix = xp.reshape(x, shape)
     product = matmul(by, matrix) if shape[0] <= shape[1] else matmul(matrix, by)

@@ -1,4 +1,4 @@
-"""The optimizers: explicit state, pure halves, one exchange between them."""
+"""The optimizers: their state is explicit, and a step has two pure halves with an exchange between them."""
 
 from qcomp.core.optimizers.adam import Adam
 from qcomp.core.optimizers.base import Optimizer

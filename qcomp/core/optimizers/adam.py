@@ -20,7 +20,7 @@ __all__ = ["Adam", "rate_rises"]
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Adam, or AdamW, data-parallel with the exact mean gradient.
+    """Data-parallel Adam, or AdamW, with the exact mean gradient.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Adam(Optimizer):
 
     @classmethod
     def within(cls, optimizer: Optimizer) -> Self:
-        """Return an optimizer of this class with the settings of another, whose exact steps it makes.
+        """Return an optimizer of this class that makes the exact steps of another, with the same settings.
 
         Parameters
         ----------
@@ -107,14 +107,14 @@ class Adam(Optimizer):
         return self.compression.exactly(scaled, state)._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Update both moments with the mean gradient, and the parameters with them."""
+        """Update both moments with the mean gradient, and the parameters with the moments."""
         corrections = bias_corrections(self.betas_of(state), 1, own_counts(state, state.step + 1))
         return self.exact_step(params, means, state, corrections=corrections)
 
     def exact_step(
         self, params: Any, means: Means, state: OptimizerState, *, corrections: Sequence[float]
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step with these bias corrections of the variance.
+        """Make a step with given bias corrections of the variance.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class Adam(Optimizer):
         return list(new_params), state
 
     def _adam_numbers(self, state: OptimizerState, corrections: Sequence[float]) -> list[AdamNumbers]:
-        """Return the `AdamNumbers` of each tensor for the next step, with these bias corrections of the variance."""
+        """Return the `AdamNumbers` of each tensor for the next step, with given bias corrections of the variance."""
         return [
             AdamNumbers(betas, correction, 0.0 if self.decoupled_weight_decay else decay, step)
             for betas, correction, step, decay in zip(
@@ -165,7 +165,7 @@ class Adam(Optimizer):
         state : OptimizerState
             The state of the last step.
         of_momenta : bool
-            Whether the values are momenta, in which gradients, and so weight decay, have the weight 1 - b1.
+            Whether the values are momenta. Gradients, and so weight decay, have the weight 1 - b1 in a momentum.
         """
         if self.decoupled_weight_decay:
             return tuple(values)
@@ -187,7 +187,7 @@ class Adam(Optimizer):
         return setting_of_each(tuple(self.groups), state.names, "betas", self.betas)
 
     def slowest(self, state: OptimizerState) -> float:
-        """Return the largest decay rate of a variance, with which freeze rules and watches measure time.
+        """Return the largest decay rate of a variance, by which freeze rules and watches measure time.
 
         Parameters
         ----------

@@ -51,7 +51,7 @@ GIVE_OWN_DATA = (
 """The advice to ranks that train on the same data."""
 
 _BYTES = 4
-"""The size of a fingerprint. One in four billion runs with different data gets a false warning."""
+"""The size of a fingerprint: one in four billion runs with different data gets a false warning."""
 _NOTHING = bytes(_BYTES)
 _STATE_BYTES = 8
 _SAMPLE = 4096
@@ -59,9 +59,9 @@ _SAMPLE = 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
 _UNTOLD = {"rounding": "nearest"}
-"""Newer settings, with the values that older saved states were made with; only other values are recorded."""
+"""Settings that older releases lack, each with the value that describes them; only other values are recorded."""
 _EXACT_STAGES = {"warmup", "rewarm"}
-"""The stages with exact steps; when one begins or ends, the ranks compare their states."""
+"""The stages with exact steps. When such a stage begins or ends, the ranks compare their states."""
 
 
 def settings_of(replica: Any) -> dict[str, str]:
@@ -79,14 +79,14 @@ def settings_of(replica: Any) -> dict[str, str]:
 
 
 def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, str]]:
-    """Return each parameter's name, and its shape with a digest of its elements that is equal in all libraries."""
+    """Return each parameter's name, with its shape and a digest of its elements, which is the same in all libraries."""
     return [(name, f"shape {tuple(p.shape)}: {digest(p)}") for name, p in zip(names, params, strict=True)]
 
 
 def explain_values(held: Sequence[Any]) -> str | None:
     """Say which parameter is the first to differ between the ranks, from each rank's `digests`."""
     if len({len(of_rank) for of_rank in held}) > 1:
-        return None  # their parameters differ, which another message reports
+        return None  # the ranks have different numbers of parameters, which another message reports
     for of_ranks in zip(*held, strict=True):
         ranks_of = defaultdict(list)
         for rank, (_, found) in enumerate(of_ranks):
@@ -142,7 +142,7 @@ def compare_states(replica: Described, state: OptimizerState, like: Array, when:
 
 
 def shared_by_ranks(replica: Described, state: OptimizerState) -> dict[str, str]:
-    """Return what the states of all ranks must have in common, by name: numbers, and digests of arrays."""
+    """Return by name what must be equal in the states of all ranks: numbers, and digests of arrays."""
     mean = replica.mean_of(state)
     arrays = dict(named_arrays(state, mean))
     apart = (*mean.owned_kinds, *mean.part_kinds)
@@ -153,13 +153,13 @@ def shared_by_ranks(replica: Described, state: OptimizerState) -> dict[str, str]
 def compare_new_stage(
     replica: Described, before: OptimizerState, after: OptimizerState, like: Array
 ) -> Stages[None]:
-    """Compare the states of all ranks, as `compare_states` does, if a step has begun or ended a warm-up."""
+    """If a step has begun or ended a warm-up, compare the states of all ranks as `compare_states` does."""
     if before.stage != after.stage and not _EXACT_STAGES.isdisjoint((before.stage, after.stage)):
         yield from compare_states(replica, after, like, f"after step {after.step}")
 
 
 def stream_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return a number, equal on all ranks, that makes this model's random draws differ from other models'."""
+    """Return a number, equal on all ranks, by which this model's random draws differ from other models' draws."""
     return zlib.crc32(repr(list(zip(names, shapes, strict=True))).encode())
 
 
@@ -170,7 +170,7 @@ def compare_gradients(
     who: str,
     what: str = "gradients in the first step",
 ) -> Stages[None]:
-    """Warn on every rank if all ranks have the same gradients; sends 4 bytes to every other rank.
+    """Warn on every rank if all ranks have the same gradients. Each rank sends 4 bytes to every other rank.
 
     A gradient is None for a parameter without one. The warning names ``who`` averages, and ``what`` it compares.
     """
@@ -184,9 +184,9 @@ def compare_gradients(
 
 
 def same_gradients(gradients: Sequence[Array | None], size: int, like: Array) -> Stages[bool]:
-    """Return whether several ranks all have the same nonzero gradients; sends 4 bytes to every other rank.
+    """Return whether several ranks all have the same nonzero gradients. Each rank sends 4 bytes to every other rank.
 
-    Compares the `first_elements` only. The parameters are those of `compare_gradients`.
+    Only the `first_elements` of each gradient are compared. The arguments are as for `compare_gradients`.
     """
     if size == 1:
         return False
@@ -196,12 +196,12 @@ def same_gradients(gradients: Sequence[Array | None], size: int, like: Array) ->
 
 
 def first_elements(gradient: Array) -> Array:
-    """Return the part of a gradient that is compared, flat."""
+    """Return the elements of a gradient that are compared, as a vector."""
     return flat(gradient)[: min(_SAMPLE, math.prod(gradient.shape))]
 
 
 def choices(state: OptimizerState) -> list[object]:
-    """Return the policies' choice for each tensor: whether it is compressed, or its compressor's spec string if any."""
+    """Return the policies' choice for each tensor: its compressor's spec string, or whether it is compressed at all."""
     if not state.compressors:
         return [not is_exact for is_exact in state.exact]
     compressors = iter(state.compressors)

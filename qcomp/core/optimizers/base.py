@@ -1,4 +1,4 @@
-"""The base of all optimizers: explicit state, and a step with two pure halves around an exchange."""
+"""`Optimizer`, the base of all optimizers: explicit state, and a step with two pure halves around an exchange."""
 
 import math
 from abc import abstractmethod
@@ -25,7 +25,7 @@ from qcomp.core.state import OptimizerState
 __all__ = ["Optimizer"]
 
 _LOOKED_AT = frozenset(10**power for power in range(2, 8))
-"""The numbers of the steps that check whether parameters in half precision move."""
+"""The steps, by number, that check whether parameters in half precision move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class Optimizer(Replica[OptimizerState]):
         How new bfloat16 parameters are rounded: ``"nearest"`` loses steps below half of a parameter's last bit;
         ``"stochastic"`` keeps them on average. A step then computes with float32 copies, which take 4 bytes per element
         and are freed after the step. It rounds every new value at random to one of its two neighbours in bfloat16, more
-        often to the nearer one, so that the result is right on average. All ranks draw the same. The state is the same
-        as with ``"nearest"``, and either may load the other's. Parameters in float16 are rounded to nearest in any
-        case, and need float32 masters.
+        often to the nearer one, so that the result is right on average. All ranks draw the same random numbers. A state
+        does not depend on the rounding, and can be loaded with either. Parameters in float16 are rounded to nearest in
+        any case, and need float32 masters.
     """
 
     of_groups = tuple[str, ...]()
@@ -66,7 +66,7 @@ class Optimizer(Replica[OptimizerState]):
     two_gradients = ""
     """Why a step takes two gradients, in the words of an error; empty if it takes one."""
     mixes_elements = False
-    """Whether the update of an element depends on the gradients of others, except where whole slices are 0."""
+    """Whether an element's update depends on other elements' gradients, except where whole slices are 0."""
 
     learning_rate: float | Callable[[int], float]
     weight_decay: float = 0.0
@@ -107,7 +107,7 @@ class Optimizer(Replica[OptimizerState]):
 
     @abstractmethod
     def prepare(self, grads: Any, state: OptimizerState, *, scale: float = 1.0) -> Average:
-        """Return what to average in this step; the first half of `step`.
+        """Return what to average in this step. This is the first half of `step`.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class Optimizer(Replica[OptimizerState]):
 
     @abstractmethod
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Return the parameters and the state after this step; the second half of `step`.
+        """Return the parameters and the state after this step. This is the second half of `step`.
 
         Parameters
         ----------
@@ -134,7 +134,7 @@ class Optimizer(Replica[OptimizerState]):
         """
 
     def counts(self, state: OptimizerState) -> Mapping[str, float]:
-        """Return the counts that are kept per tensor, by name; they leave out steps in which no rank uses the tensor.
+        """Return, by name, the common values of the counts that each tensor also has for itself; see `own_counts`.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class Optimizer(Replica[OptimizerState]):
         return {"steps": state.step}
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:  # noqa: ARG002
-        """Return the state that the next step begins with, perhaps in another stage; called after each `apply`.
+        """Return the state with which the next step begins, perhaps in another stage; called after each `apply`.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class Optimizer(Replica[OptimizerState]):
             warn_of_lost_steps(before, new_params, means.values, state)
         else:
             new_params, new_state = apply(params, means, state)
-        # While the ranks are apart, zeros stand for every missing gradient.
+        # While the ranks have different parameters, a missing gradient counts as zeros.
         if means.left_out and not (self.apart(state.stage) or self.apart(new_state.stage)):
             pairs = enumerate(zip(params, new_params, strict=True))
             new_params = [p if number in means.left_out else new for number, (p, new) in pairs]
@@ -217,20 +217,20 @@ class Optimizer(Replica[OptimizerState]):
             The communicator passed to `init`, or another with the same rank and size.
         donate : bool
             Whether the new parameters and moments may take the buffers of the old ones, which saves memory and time.
-            Then only the returned arrays are valid, and anything that shares memory with the old ones changes, such as
-            a dict from `state_dict`. No two of the arrays may share memory. Buffers are reused only where there are
-            kernels, and only once the exchange has succeeded: if the exchange raises, nothing has changed. If a freeze
-            rule raises, or a warning is an error, the old values are already gone.
+            Then only the returned arrays are valid, and anything that shares memory with the old arrays changes, such
+            as a dict from `state_dict`. No two of the arrays may share memory. Only kernels reuse buffers, and only
+            after a successful exchange: if the exchange raises, nothing has changed. If a freeze rule raises, or a
+            warning is an error, the old values are already gone.
         weight : float, optional
             How much this rank's gradients count in this step, such as its number of valid tokens; see `weighted`.
-            Either all ranks pass a weight, or none does, and all count alike. ``clip_norm`` clips the weighted
-            gradients.
+            Either all ranks pass a weight, or no rank does; then all ranks count alike. ``clip_norm`` clips the
+            weighted gradients.
 
         Returns
         -------
         params : array or list of arrays
-            New arrays, or donated ones, the same on all ranks bit for bit. A skipped step may return the arrays that it
-            was given.
+            New or donated arrays, the same on all ranks bit for bit. A skipped step may return the arrays that it was
+            given.
         state : OptimizerState
 
         Raises
@@ -243,9 +243,10 @@ class Optimizer(Replica[OptimizerState]):
         Warns
         -----
         UserWarning
-            On every rank, if all ranks have the same gradients in the first step. The check sends 4 bytes to all
-            others. Or, if the first step moves slices or many elements whose gradients are 0 on all ranks, because the
-            compressor has no 0; this check sends a bit for each slice along the first and the last axis, and a sample.
+            On every rank, if all ranks have the same gradients in the first step. This check sends 4 bytes to all
+            others. Also, if the first step moves slices or many elements whose gradients are 0 on all ranks, because
+            the compressor cannot encode 0. This check sends a bit for each slice along the first and the last axis, and
+            for each element of a sample.
         """
         require_rank(state, comm)
         if weight is not None:
@@ -274,8 +275,8 @@ class Optimizer(Replica[OptimizerState]):
         donate : bool
             As for `step`.
         left_out : collection of int
-            The parameters that stay as they are, because no rank has a gradient of them. Read only when the exchange
-            has ended, so that the caller may find them during the exchange.
+            The parameters that stay as they are, because no rank has a gradient of them. The collection is read only
+            after the exchange, so that the caller can fill it during the exchange.
         """
         stages = self._stages(params, grads, state, donate=donate, left_out=left_out)
         return owned(stages, owner_of(self, state))
@@ -284,7 +285,7 @@ class Optimizer(Replica[OptimizerState]):
         self, params: Any, grads: Any, state: OptimizerState, *, donate: bool, left_out: Collection[int]
     ) -> Stages[tuple[Any, OptimizerState]]:
         tensors = as_tensors(params, "params")
-        if donate and not state.step:  # later parameters are results of steps
+        if donate and not state.step:  # the parameters of later steps are results of steps
             require_apart(params, "params")
         self.require_own(tensors, state)
         gradients = as_gradients(grads, tensors, state.names)
@@ -303,7 +304,7 @@ class Optimizer(Replica[OptimizerState]):
             after = look_at(means.values, state.exact, sample=sample)
             found = yield from moved_zeros(before, after, state, tensors[0])
             warn_of_moved_zeros(found, self.mean_of(state))
-        if len(left_out) == len(tensors):  # so there is no step
+        if len(left_out) == len(tensors):  # no tensor is left for a step
             return as_given(tensors, params), state
         means = means._replace(donate=donate, left_out=frozenset(left_out))
         new_params, new_state = self.finish(tensors, means, state)
@@ -314,7 +315,7 @@ class Optimizer(Replica[OptimizerState]):
     def may_move_zeros(self, state: OptimizerState) -> bool:
         """Return whether the next step is the first of all, is compressed, and may move elements without a gradient.
 
-        If a warm-up has measured the variance, elements with a variance of 0 are masked.
+        After a warm-up no check is needed, since elements whose variance was 0 are masked.
 
         Parameters
         ----------
@@ -325,7 +326,7 @@ class Optimizer(Replica[OptimizerState]):
         return begins and not keeps_zeros(self.mean_of(state))
 
     def require_own(self, params: Sequence[Array], state: OptimizerState) -> None:
-        """Raise ValueError unless parameters match, in number and shapes, those that a state was made for.
+        """Raise ValueError unless parameters have the number and the shapes for which a state was made.
 
         Parameters
         ----------
@@ -350,7 +351,7 @@ class Optimizer(Replica[OptimizerState]):
                 )
 
     def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:
-        """Return one array for each parameter, of its shape; or no arrays, if the optimizer keeps none.
+        """Return one array of the state for each parameter, in its shape, or no arrays if the optimizer keeps none.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Clipping by the global norm of the gradients of all ranks."""
+"""`clip_scale`: the factor that clips gradients by their global norm over all ranks."""
 
 import math
 import struct
@@ -15,7 +15,7 @@ __all__ = ["clip_scale"]
 def clip_scale(
     clip_norm: float, grads: Sequence[Array], size: int, replicas: int | None = None
 ) -> Stages[float]:
-    """Return the factor that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm, the same on all ranks.
+    """Return the factor, equal on all ranks, that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm.
 
     With ``replicas``, each rank holds a shard of one of so many replicas' gradients, and the mean is over replicas.
     Raises NonFiniteError on every rank, if the norm of any rank's gradients is not finite.

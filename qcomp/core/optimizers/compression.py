@@ -1,4 +1,4 @@
-"""The averages that a step needs, and how they are made: exact and compressed tensors share messages."""
+"""`Average`, what a step averages, and `Compressing`, which makes it: exact and compressed tensors share messages."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -30,10 +30,10 @@ class AveragePart(NamedTuple):
 
     mean: CompressedMean
     tensors: Sequence[int]
-    """Their indices among the parameters; larger indices belong to other values that are averaged as well."""
+    """The tensors' indices among the parameters. Larger indices belong to other values that are averaged too."""
     values: Sequence[Array]
-    """The values to average, or to blend into momenta first. Without blends, the exchange may overwrite them, unless
-    `Average.own` is set."""
+    """The values to average, perhaps blended into momenta first. Without blends, the exchange may overwrite the values,
+    unless `Average.own` is set."""
     state: MeanState
     terms: Terms = Terms()
     """The key, the blends and the whiteners; `Average` sets the other options."""
@@ -43,30 +43,30 @@ class Means(NamedTuple):
     """The answer to an `Average`."""
 
     values: tuple[Array, ...]
-    """The mean of each tensor in the order of the parameters, then of any other values; the same on all ranks."""
+    """The means, equal on all ranks: of each tensor in the order of the parameters, then of any other values."""
     exchange: MeanState
     """The residuals after the exchange."""
     own: tuple[Array, ...] = ()
     """This rank's own values, from `Average.own`."""
     donate: bool = False
-    """Whether `Optimizer.apply` may write over the parameters and the state that it is given."""
+    """Whether `Optimizer.apply` may overwrite the parameters and the state that it gets."""
     left_out: frozenset[int] = frozenset()
     """The tensors of which no rank has a gradient; `Optimizer.finish` leaves them as they are."""
 
 
 class Average(NamedTuple):
-    """The averages over the ranks that a step needs, and how to make them: of exact and of compressed tensors."""
+    """The averages over the ranks that a step needs, exact or compressed, and how to make them."""
 
     parts: tuple[AveragePart, ...]
     exchange: MeanState
-    """The residuals, which the compressed part uses; without such a part they do not change."""
+    """The residuals, which the compressed part changes; without a compressed part they stay as they are."""
     own: tuple[Array, ...] = ()
     """This rank's own values, for `Optimizer.apply`; the parts do not overwrite them. Without parts, nothing is sent,
     and these values are the means."""
     overwrite: bool = False
-    """Whether the means may take the place of the values, see `CompressedMean.stages`."""
+    """Whether the means may overwrite the values, see `CompressedMean.stages`."""
     of_gradients: bool = False
-    """Whether gradients are averaged: a caller may change their means, for instance clip them, before `apply`."""
+    """Whether the values are gradients: then a caller may change the means, for instance clip them, before `apply`."""
     at_once: bool = False
     """Whether large parts have only one round, see `Terms`."""
 
@@ -105,7 +105,7 @@ def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[l
 
 @dataclass(frozen=True)
 class Compressing:
-    """The choice of what an optimizer compresses, and how; it makes the `Average` of a step.
+    """What an optimizer compresses, and how; makes the `Average` of a step.
 
     Parameters
     ----------
@@ -138,14 +138,14 @@ class Compressing:
                 )
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return the mean of the compressed tensors, with the choices of the policies and of topology "auto"."""
+        """Return the mean of the compressed tensors, with the compressors and the topology chosen for a state."""
         mean = self.mean
         if mean.topology == AUTO:
             mean = mean.within(state.exchange.topology)
         return mean.around(state.compressors) if state.compressors else mean
 
     def choose(self, state: OptimizerState, params: Sequence[Array], optimizer: str) -> OptimizerState:
-        """Return a first state with the choice of exact tensors and compressors; warn if nothing is compressed."""
+        """Return a first state with the policies' exact tensors and compressors; warn if nothing is compressed."""
         tensors = [
             Tensor(name, tuple(p.shape), math.prod(p.shape))
             for name, p in zip(state.names, params, strict=True)
@@ -223,9 +223,9 @@ class Compressing:
         blends: Sequence[Blend] = (),
         whiteners: tuple[Array, ...] = (),
     ) -> Average:
-        """Ask for the mean of some values, or of the momenta that they are blended into.
+        """Ask for the mean of some values, or of the momenta into which they are blended.
 
-        The mean is exact for the exact tensors and compressed for the others, each of which may have a whitener.
+        Exact tensors are averaged exactly, and the others compressed. Each compressed tensor may have a whitener.
         """
         exact, compressed = _numbers_of(state.exact)
         parts = []
@@ -243,7 +243,7 @@ class Compressing:
         return self.beside(Average((), state.exchange), values, state)
 
     def beside(self, average: Average, exact: Sequence[Array], state: OptimizerState) -> Average:
-        """Return an average with further values, whose exact means follow the others."""
+        """Return an average with further values, whose exact means follow the other means."""
         first = sum(len(part.tensors) for part in average.parts)
         part = self._exact_part(range(first, first + len(exact)), exact, state)
         return average._replace(parts=(*average.parts, part))
@@ -255,7 +255,7 @@ class Compressing:
         state: OptimizerState,
         blends: Sequence[Blend] = (),
     ) -> AveragePart:
-        """Return a part that averages these tensors exactly, after a warm-up in the topology of the compressed mean."""
+        """Return a part that averages tensors exactly, after a warm-up in the topology of the compressed mean."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = self.plain.topology if state.stage == "warmup" else self.mean_of(state).topology
         return AveragePart(self.plain.within(topology), tensors, values, nothing, Terms(blends=blends))

@@ -1,4 +1,4 @@
-"""SGD on gradients that EF21 tracks, with momentum on every rank."""
+"""`EF21SGD`: SGD with gradients that EF21 tracks, and with a moving average of gradients on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _SMOOTHED = "smoothed"
 
 @dataclass(frozen=True, kw_only=True)
 class EF21SGD(Optimizer):
-    """SGD with `EF21Mean`: no error floor if the ranks' data differ; with ``eta`` below 1 also for noisy gradients.
+    """SGD with `EF21Mean`: no error floor if the ranks' data differ. For noisy gradients, set ``eta`` below 1.
 
     Parameters
     ----------
@@ -50,23 +50,23 @@ class EF21SGD(Optimizer):
     compressor : Compressor, default TopK(k=32, bucket_size=1024)
         Compresses the changes of the gradients. It must be a contraction, see `EF21Mean`.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     eta : float, default 1
-        Weight of the new gradient in the moving average whose changes a rank sends, above 0 and at most 1. 1 is EF21
-        itself, for full gradients.
+        A rank sends the changes of a moving average of its gradients, in which a new gradient has the weight ``eta``,
+        above 0 and at most 1. 1 is EF21 itself, for full gradients.
 
     Notes
     -----
     v_i' = (1 - eta) v_i + eta grad_i, in the first step grad_i; g = the estimate of mean_i v_i by `EF21Mean`; x' = x -
     rate (g + weight_decay x). EF21 with full gradients converges for rate <= 1 / (L + L' r), with r = sqrt(1 - delta) /
     (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i. This bound is small for strong
-    compression. With noisy gradients of small batches and eta = 1 it may not converge. Sends (N - 1) times the payload,
-    and 2 (N - 1) / N * 32 bits per exact element. A state holds the estimates in ``exchange`` and v_i as
+    compression. With noisy gradients of small batches and eta = 1, EF21 may not converge. A rank sends (N - 1) times
+    the payload, and 2 (N - 1) / N * 32 bits per exact element. A state holds the estimates in ``exchange`` and v_i as
     ``arrays["smoothed"]``. With another number of ranks, every rank resumes with the means of the old estimates and
     averages. Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2; Fatkhullin, Tyurin and Richtarik,
     NeurIPS 2023, algorithm 1 (EF21-SGDM).
@@ -97,11 +97,11 @@ class EF21SGD(Optimizer):
 
     @cached_property
     def compression(self) -> Compressing:
-        """What this optimizer compresses; EF21 tracks its mean."""
+        """What this optimizer compresses, with the mean of EF21."""
         return Compressing(EF21Mean(self.compressor), self.exact, self.compressors)
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the kinds of a rank's estimate and of its moving average, which differ between ranks."""
+        """Return the kinds of the arrays that differ between ranks: a rank's estimate and its moving average."""
         return (EF21Mean.kinds[0], _SMOOTHED)
 
     def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:

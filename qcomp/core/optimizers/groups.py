@@ -1,4 +1,4 @@
-"""Options for some parameters, selected by name."""
+"""`Group`: options for some parameters, selected by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -91,7 +91,7 @@ def as_groups(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def patterns_of(groups: Sequence[Group]) -> list[str]:
-    """Return the patterns of groups; names that are given instead are escaped."""
+    """Return the patterns of groups; names that are given instead of a pattern become patterns that match only them."""
     return [
         pattern
         for group in groups
@@ -101,7 +101,7 @@ def patterns_of(groups: Sequence[Group]) -> list[str]:
 
 @lru_cache(64)  # the same every step, unless a schedule changes the rates of groups
 def group_of_each(groups: tuple[Group, ...], names: tuple[str, ...]) -> tuple[Group, ...]:
-    """Return the group of each name: the first that matches, or one without options."""
+    """Return the group of each name: the first group that matches, or a group without options."""
     default = Group("*")
     named = {
         name: group
@@ -122,7 +122,7 @@ def group_of_each(groups: tuple[Group, ...], names: tuple[str, ...]) -> tuple[Gr
 def setting_of_each(
     groups: tuple[Group, ...], names: tuple[str, ...], setting: str, default: Any
 ) -> tuple[Any, ...]:
-    """Return ``weight_decay``, ``betas`` or ``eps`` of each name: its group's, or else the optimizer's."""
+    """Return a setting of each name, such as ``betas``: from its group, or else from the optimizer."""
     found = [getattr(group, setting) for group in group_of_each(groups, names)]
     return tuple([default if value is None else value for value in found])
 

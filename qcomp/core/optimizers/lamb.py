@@ -1,4 +1,4 @@
-"""LAMB on the exact mean gradient: the baseline, and the warm-up of 1-bit LAMB."""
+"""`Lamb`: LAMB on the exact mean gradient, the baseline for 1-bit LAMB, and its warm-up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Change(NamedTuple):
     """What a step of LAMB changes for a tensor."""
 
     direction: Array
-    """What is subtracted from the tensor, times the rate."""
+    """This array times the rate is subtracted from the tensor."""
     rate: Number
     """The learning rate times the trust ratio."""
     trust: Number
@@ -96,7 +96,7 @@ class Lamb(Adam):
     def exact_step(
         self, params: Any, means: Means, state: OptimizerState, *, corrections: Sequence[float]
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step of LAMB with these bias corrections of the variance, and note its trust ratios."""
+        """Make a step of LAMB with given bias corrections of the variance, and record the trust ratios in the state."""
         tensors = as_tensors(params, "params")
         changes = self.changes(tensors, means, state, corrections=corrections)
         rooms = tensors if means.donate else primitives.empty_likes(tensors)
@@ -148,6 +148,6 @@ def trust_key(name: str) -> str:
 
 
 def require_bounds(argument: str, bounds: tuple[float, float]) -> None:
-    """Raise ValueError unless these are two numbers, in order and above 0."""
+    """Raise ValueError unless ``bounds`` are two numbers above 0, the smaller first."""
     if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
         raise ValueError(f"{argument} is {bounds!r}; expected two numbers above 0, the smaller first")

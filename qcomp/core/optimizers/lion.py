@@ -1,4 +1,4 @@
-"""Lion: steps along the sign of a momentum."""
+"""`Lion`: steps along the sign of a momentum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Lion(Optimizer):
         Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
         by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
     seed : int, default 0
-        As in other optimizers; this one draws nothing.
+        As in other optimizers, but without effect here, since Lion draws no random numbers.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.

@@ -11,13 +11,13 @@ from qcomp.core.state import OptimizerState
 __all__ = ["samples", "warn_of_lost_steps"]
 
 _SAMPLE = 4096
-"""About how many elements of each tensor are looked at."""
+"""About how many elements of each tensor are checked."""
 _BITS = {"bfloat16": 8, "float16": 11}
 """The significant bits of the dtypes in half precision."""
 
 
 def samples(params: Sequence[Array], *, stochastic: bool = False) -> dict[int, Array]:
-    """Return copies of some elements of each parameter in half precision, by its number.
+    """Return copies of some elements of each parameter in half precision, by the parameter's number.
 
     With ``stochastic``, parameters in bfloat16 are rounded stochastically: they lose nothing on average, and are left
     out.

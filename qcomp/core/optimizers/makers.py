@@ -18,13 +18,13 @@ _GROUPS = "groups"
 
 
 def maker(replica: Any) -> str:
-    """Return the record of what made a state: class and settings of a replica as JSON text."""
+    """Return a record of a state's maker: class and settings of an optimizer or loop as JSON text."""
     settings = {name: text for name, text in settings_of(replica).items() if name not in _NOT_COMPARED}
     return json.dumps({"optimizer": type(replica).__name__, "settings": settings})
 
 
 def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
-    """Raise ValueError if another optimizer or compressor made a saved state; warn of other settings.
+    """Raise ValueError if a saved state was made by another optimizer or compressor; warn if other settings differ.
 
     A state of moments from elsewhere, such as AdamW's, has no record of what made it, and passes.
     """

@@ -1,4 +1,4 @@
-"""Decides which matrices each tensor of Muon holds, if any: by its shape, its name, and what users say."""
+"""Decides from shapes, names and Muon's settings which matrices each tensor holds, if any."""
 
 import math
 import re
@@ -15,9 +15,9 @@ from qcomp.core.reporting import warn_caller
 __all__ = ["Form", "Splits", "as_splits", "blocks_of", "forms_of", "require_forms", "warn_of_doubts"]
 
 Parts = int | tuple[int, ...]
-"""The parts of a matrix along its outputs: how many equal ones, or their sizes."""
+"""The parts of a matrix along its outputs: the number of equal parts, or the size of each part."""
 Splits = tuple[tuple[str, Parts], ...]
-"""Patterns of names, with the parts of the matrices that match."""
+"""Patterns of names, each with the parts of the matrices whose names match."""
 
 _KERNEL = 16
 """The longest axis that is taken for a kernel axis of a convolution; a stack of matrices rarely has shorter rows."""
@@ -29,7 +29,7 @@ _FUSED = re.compile(
 )
 """Names of tensors that hold several matrices: queries, keys and values, gates and inputs, the gates of an LSTM."""
 _FOUND = {0: "in torch", -1: "in Flax"}
-"""The libraries in which a layer's outputs are on this axis."""
+"""For each output axis, a library whose layers have their outputs on it."""
 
 
 class Form(NamedTuple):
@@ -61,7 +61,7 @@ class Form(NamedTuple):
         return self.slice_of(shape)[2:] if self.output_axis == 0 else self.slice_of(shape)[:-2]
 
     def suits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether Muon suits a tensor: not vectors, stacks of vectors or depthwise kernels."""
+        """Return whether Muon suits a tensor; it does not suit vectors, stacks of vectors and depthwise kernels."""
         of_slice = self.slice_of(shape)
         if len(of_slice) < 2 or 0 in shape:
             return False
@@ -107,9 +107,10 @@ def forms_of(
 
 @lru_cache(4096)
 def blocks_of(form: Form, shape: tuple[int, ...], most: int | None) -> tuple[tuple[int, int, int], ...]:
-    """Return runs of equal blocks, none with more than ``most`` rows: first row, number of blocks, rows per block.
+    """Cut a tensor into blocks of at most ``most`` rows; return runs of equal blocks.
 
-    The rows of all slices follow each other, and no block crosses the boundary of a part.
+    A run is its first row, its number of blocks, and the rows per block. The rows of all slices are numbered
+    consecutively, and no block crosses the boundary of a part.
 
     Examples
     --------
@@ -135,7 +136,7 @@ def blocks_of(form: Form, shape: tuple[int, ...], most: int | None) -> tuple[tup
 def require_forms(
     matrices: Sequence[Tensor], forms: Sequence[Form], stacks: Sequence[str], splits: Splits
 ) -> None:
-    """Raise ValueError unless each pattern matches a matrix, and the parts of each fit its outputs."""
+    """Raise ValueError unless each pattern matches a matrix, and the parts of each matrix fit its outputs."""
     names, what = [t.name for t in matrices], "tensor that Muon orthogonalises"
     require_matches("stacks", stacks, names, what)
     require_matches("splits", [pattern for pattern, _ in splits], names, what)
@@ -152,7 +153,7 @@ def require_forms(
 def warn_of_doubts(
     matrices: Sequence[Tensor], forms: Sequence[Form], splits: Splits, *, guess_outside: bool
 ) -> None:
-    """Warn of tensors whose shapes or names suggest no matrix, or several, unless a setting explains them."""
+    """Warn of tensors whose shapes or names suggest no matrix, or several matrices, unless a setting explains them."""
     pairs = list(zip(matrices, forms, strict=True))
     explained = {t.name for t in matrices if any(fnmatchcase(t.name, pattern) for pattern, _ in splits)}
     unexplained = [(t, form) for t, form in pairs if t.name not in explained]

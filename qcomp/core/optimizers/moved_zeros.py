@@ -1,4 +1,4 @@
-"""Checks in the first compressed step whether elements move whose gradients are 0 on all ranks."""
+"""Checks whether the first compressed step moves elements whose gradients are 0 on all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -22,23 +22,23 @@ from qcomp.core.state import OptimizerState
 __all__ = ["Looked", "keeps_zeros", "look_at", "moved_zeros", "warn_of_moved_zeros"]
 
 _SAMPLE = 4096
-"""About how many elements of each tensor are looked at, beside all slices along the first and the last axis."""
+"""About how many elements of each tensor are checked, besides all slices along the first and the last axis."""
 _SLICE = 8
-"""The fewest elements of a slice: shorter ones are often 0 by chance in a small batch."""
+"""The fewest elements of a slice that is checked: shorter slices are often 0 by chance in a small batch."""
 _SHARE = 1 / 8
 """Up to this share of a sample, gradients may be 0 by chance; above it, they may belong to pruned weights."""
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Looked(NamedTuple):
-    """Bits of what is not 0 in a tensor: slices along the first axis, slices along the last axis, sampled elements."""
+    """Says by bits what is not 0: slices along the first axis, slices along the last axis, and sampled elements."""
 
     counts: tuple[int, int, int]
     bits: int
 
 
 def keeps_zeros(mean: CompressedMean) -> bool:
-    """Return whether an element that is 0 on all ranks stays 0, as all compressors of a mean promise."""
+    """Return whether all compressors of a mean promise that an element stays 0 if it is 0 on all ranks."""
     return all(c.traits.keeps_zero for c in mean.sends)
 
 
@@ -56,7 +56,7 @@ def _look_at(x: Array, *, sample: bool) -> Looked:
         else flat(is_nonzero)[:0]
         for axis in (0, len(axes) - 1)
     ]
-    # An odd stride, so that it does not stay in one column.
+    # An odd stride, so that the sample does not stay in one column.
     parts.append(flat(is_nonzero)[:: size // _SAMPLE | 1] if sample else flat(is_nonzero)[:0])
     flags = host_bytes(bytes_of(xp.astype(concat(parts), xp.uint8)))
     first, last, of_sample = (math.prod(part.shape) for part in parts)

@@ -1,4 +1,4 @@
-"""Muon: updates with the singular vectors of the momentum, made by the rank that owns a matrix."""
+"""`Muon`: updates matrices along the singular vectors of their momenta, which the rank that owns a matrix computes."""
 
 import math
 from collections import defaultdict
@@ -51,7 +51,7 @@ __all__ = ["MatrixCompression", "Muon"]
 _AT_ONCE = 1 << 20
 """Elements that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 _JOINED = 1 << 17
-"""The same for blocks of several matrices: copying larger ones takes longer than it saves."""
+"""The same for blocks of several matrices, which must be copied: for larger ones, that takes longer than it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +90,21 @@ class Muon(Optimizer):
     update_compressor : Compressor, default ScaledSign(scale="rms")
         Compresses the updates of the matrices, with feedback. `Identity` keeps them exact.
     whiten_steps : callable, optional
-        Returns whether a step, counted from 1, makes new whiteners, such as `DoublingIntervals`, see Notes. None, the
-        default, never whitens. Has no effect if ``compressor`` loses nothing.
+        Says whether a step, counted from 1, makes new whiteners (see Notes): a function of the step, such as a
+        `DoublingIntervals`. None, the default, never whitens. Without effect if ``compressor`` is lossless.
     others : sequence of str, or callable, default ()
         The matrices that AdamW moves: patterns of their names, with ``*``, ``?`` and ``[...]`` as in file names, such
         as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
         `Tensor` of the model whether AdamW moves it. AdamW always moves tensors with fewer than two dimensions, or with
         one row or one column, and the kernels of depthwise convolutions.
     stacks : sequence of str, default ()
-        Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that
-        are scanned: each slice along the first axis is a matrix of its own. Each must match a tensor that Muon
-        orthogonalises. Slices that are vectors are moved by AdamW.
+        Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that are
+        scanned: each slice along the first axis is a matrix of its own. Each pattern must match a tensor that Muon
+        orthogonalises. If the slices are vectors, AdamW moves the tensor.
     splits : mapping of str to int or sequence of int, default {}
         Patterns of the names of tensors that hold several matrices side by side, such as queries, keys and values. Each
         pattern maps to the number of equal parts along the axis of the outputs, or to the rows of each part. Each part
-        is a matrix of its own. The first pattern that matches counts, and each must match a tensor that Muon
+        is a matrix of its own. The first pattern that matches counts, and each pattern must match a tensor that Muon
         orthogonalises. 1 says that a tensor is one matrix, and silences the warnings about its shape and name. If a
         model stores queries, keys and values head by head, give 3 times the number of heads: each part then holds the
         queries, keys or values of one head.
@@ -113,9 +113,9 @@ class Muon(Optimizer):
     nesterov : bool, default True
         Whether to use Nesterov momentum.
     adjust_lr_fn : {"original", "match_rms_adamw"}, default "original"
-        The factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)), with
-        which updates are as large as AdamW's. A slice, a part or a block has the factor of its own shape.
-        ``torch.optim.Muon`` has the same names.
+        The factor of a matrix's learning rate: ``"original"`` is sqrt(max(1, rows / columns)), ``"match_rms_adamw"`` is
+        0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's. A slice, a part or a block has the factor
+        of its own shape. ``torch.optim.Muon`` has the same names.
     output_axis : {0, -1}, default 0
         The axis of a tensor whose indices are the outputs of its layer, and so the rows of the matrix: the first, as in
         torch, or the last, as in Flax, Haiku and Keras.
@@ -125,8 +125,8 @@ class Muon(Optimizer):
         Blocks of 64 to 128 rows take a fraction of the time. In a short training run, a step with blocks learned about
         as much as one with whole matrices at first, and less at the end.
     newton_schulz_steps : int, default 5
-        Number of Newton-Schulz iterations, at least 1: ``ns_steps`` of ``torch.optim.Muon``. For short blocks 3 are
-        enough, as these have few small singular values; whole matrices learn less with 3.
+        Number of Newton-Schulz iterations, at least 1: ``ns_steps`` of ``torch.optim.Muon``. For short blocks, which
+        have few small singular values, 3 are enough. Whole matrices learn less with 3.
     newton_schulz_dtype : {"float32", "bfloat16"}, default "float32"
         Dtype of the matrix products in the orthogonalisation. ``"bfloat16"``, as in ``torch.optim.Muon``, is several
         times as fast on GPUs and on CPUs that support it, and needs arrays of torch or JAX.
@@ -142,38 +142,37 @@ class Muon(Optimizer):
     -----
     A matrix is a tensor of two or more dimensions: ``output_axis`` is the rows, all other axes together are the
     columns, so that convolution kernels are matrices of (out, rest). In a stack this holds for each slice. Parts, and
-    the blocks of ``block_rows``, differ from separate tensors in only three ways: compressors, owners and whiteners see
-    the whole tensor. Its owner computes, with D the compressed mean gradient,
+    the blocks of ``block_rows``, are treated like separate tensors, but they share a compressor, an owner and a
+    whitener, which see the whole tensor. The owner computes, with D the compressed mean gradient,
 
         m' = momentum m + (1 - momentum) D,  u = momentum m' + (1 - momentum) D  (u = m' without Nesterov),
         O = orthogonalize(u),  q = C(factor O + e),  e' = factor O + e - q,
 
-    and all ranks x' = x - rate (q + weight_decay x).
+    and all ranks compute x' = x - rate (q + weight_decay x).
 
-    With Nesterov momentum, u weighs the last mean 1 + momentum times as much as m' does, and with it the residuals that
-    the mean contains. So a worker adds half of its residual to its next gradient instead of all of it, which leaves
-    less noise in u. Nothing is lost, since the other half stays in the residual. Without Nesterov momentum it adds all
-    of it.
+    With Nesterov momentum, the last mean D, and so the residuals in it, weigh 1 + momentum times as much in u as in m'.
+    So a worker adds only half of its residual to its next gradient, which leaves less noise in u. Nothing is lost,
+    since the other half stays in the residual. Without Nesterov momentum, a worker adds its whole residual.
 
-    Orthogonalising lifts small singular values of u to the size of large ones, and amplifies the compression errors
-    in their directions, too. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner
-    computes D = W^-1 mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so errors
-    are small where they are lifted most: training with W and 2 bits for gradients learned about as much as with 4
-    bits without W. The owner makes W from its momentum in some steps, and all ranks hold it. For a matrix of n times
-    m elements, n <= m, W costs a state of n^2 numbers, n^2 m multiplications in every step, and (N - 1) / N * 8 n^2
-    bits from each rank in those steps.
+    Orthogonalising lifts small singular values of u to the size of large ones, and so amplifies compression errors in
+    the directions of the small ones. With ``whiten_steps``, ranks compress W g instead of the gradient g, and the owner
+    computes D = W^-1 mean_i C(W g_i + e_i / 2). W makes the singular values of the momentum about equal, so that errors
+    are small where they are amplified most: training with W and 2 bits for gradients learned about as much as with 4
+    bits without W. The owner makes W from its momentum in some steps, and all ranks hold it. For a matrix of n times m
+    elements, n <= m, W costs a state of n^2 numbers and n^2 m multiplications in every step. In a step that makes W,
+    each rank also sends (N - 1) / N * 8 n^2 bits.
 
-    Only the owner has m and e, and only it orthogonalises. Matrices are distributed among the ranks by the cost of
-    orthogonalising them, so a matrix that is larger than a rank's share keeps one rank busy while others wait. All
+    Only the owner has m and e, and only the owner orthogonalises. Matrices are distributed among the ranks by the cost
+    of orthogonalising them, so a matrix that is larger than a rank's share keeps one rank busy while others wait. All
     ranks decode the same q, so they hold the same parameters bit for bit, however their libraries round matrix
     products. With `Identity` for both compressors this is exact Muon. Gradients of the other tensors are averaged
     exactly, in the same messages.
 
     With b bits per element for gradients and c for updates, each of N ranks sends about (N - 1) / N (b + c) bits per
-    element of a matrix, and 2 (N - 1) / N * 32 bits per element of the others. A checkpoint loads on any number of
-    ranks: momenta and residuals of updates go to the new owners. Source: Jordan et al., 2024 (Muon);
-    Liu et al., arXiv:2502.16982 ("match_rms_adamw"); Gruntkowska et al., arXiv:2510.00643 (compression both ways);
-    Khaled et al., arXiv:2510.16981 (blocks). Whitening is this project's own.
+    element of a matrix, and 2 (N - 1) / N * 32 bits per element of the other tensors. A checkpoint loads on any number
+    of ranks: momenta and residuals of updates go to the new owners. Source: Jordan et al., 2024 (Muon); Liu et al.,
+    arXiv:2502.16982 ("match_rms_adamw"); Gruntkowska et al., arXiv:2510.00643 (compression both ways); Khaled et al.,
+    arXiv:2510.16981 (blocks). Whitening is this project's own.
 
     Examples
     --------
@@ -215,7 +214,7 @@ class Muon(Optimizer):
             require_schedule("whiten_steps", self.whiten_steps, "makes new whiteners")
         object.__setattr__(self, "splits", as_splits(self.splits))
         super().__post_init__()
-        Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if these do not fit
+        Adam(learning_rate=self.learning_rate, betas=self.betas, eps=self.eps)  # raises if any is invalid
         require("momentum", self.momentum, 0 <= self.momentum < 1, "a number from 0 to below 1")
         fits = self.adjust_lr_fn in ("original", "match_rms_adamw")
         require("adjust_lr_fn", self.adjust_lr_fn, fits, "'original' or 'match_rms_adamw'")
@@ -250,10 +249,10 @@ class Muon(Optimizer):
 
     @property
     def _splits(self) -> Splits:
-        return cast(Splits, self.splits)  # since __post_init__
+        return cast(Splits, self.splits)  # converted in __post_init__
 
     def mean_of(self, state: OptimizerState) -> OwnedMean:
-        """Return the mean of the matrices of a state, whose rule knows which matrices each tensor holds."""
+        """Return the `OwnedMean` of a state's matrices; its rule knows which matrices each tensor holds."""
         return self.compression.mean_of(state)
 
     @cached_property
@@ -286,7 +285,7 @@ class Muon(Optimizer):
         return state._replace(exchange=self.compression.zero_residuals(params, state))
 
     def of_adam(self, params: Sequence[Array], names: tuple[str, ...]) -> tuple[bool, ...]:
-        """Return for each tensor whether AdamW moves it; warn if that, or the form of a matrix, is doubtful.
+        """Return for each tensor whether AdamW moves it; warn if this choice, or the form of a matrix, is doubtful.
 
         Parameters
         ----------
@@ -350,7 +349,7 @@ class Muon(Optimizer):
         return bool(self.whiten_steps(state.step + 1))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Make a step of AdamW, and one with the updates that the owners have sent."""
+        """Move AdamW's tensors by a step of AdamW, and the matrices by the updates that their owners have sent."""
         tensors = as_tensors(params, "params")
         rates, decays = self.rates(state), self.weight_decays(state)
         moved: dict[int, Array] = {}
@@ -408,7 +407,7 @@ class Muon(Optimizer):
 
 @dataclass(frozen=True)
 class MatrixCompression(Compressing):
-    """The compression of Muon, whose rule knows from the names which matrices each tensor holds."""
+    """The compression of Muon; from the tensors' names, its rule knows which matrices each tensor holds."""
 
     stacks: tuple[str, ...] = ()
     splits: Splits = ()
@@ -419,7 +418,7 @@ class MatrixCompression(Compressing):
         return {}
 
     def mean_of(self, state: OptimizerState) -> OwnedMean:
-        """Return the mean of the matrices of a state."""
+        """Return the `OwnedMean` of a state's matrices."""
         mean = super().mean_of(state)
         assert isinstance(mean, OwnedMean)
         if not (self.stacks or self.splits):
@@ -446,7 +445,7 @@ class _Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rule:
-    """The computation of a matrix's owner; see `Muon`."""
+    """What the owner of a matrix computes; see `Muon`."""
 
     momentum: float
     nesterov: bool
@@ -481,7 +480,7 @@ class _Rule:
 
         @cache
         def ahead(tensor: int) -> Array:
-            """Return the blended momentum, made only when it is needed, so that it is still in the caches."""
+            """Return the blended momentum, computed only when it is needed, so that it is still in the caches."""
             m, mean = momenta[tensor], means[tensor]
             if self.nesterov:
                 blended[tensor], found = primitives.nesterov(m, mean, self.momentum)
@@ -497,7 +496,7 @@ class _Rule:
         return made, blended
 
     def sides(self, tensor: int, shape: Shape) -> tuple[int, int]:
-        """Return the shape of the matrix that a tensor is stored as: a stack has its slices below each other."""
+        """Return the shape of the matrix in which a tensor is stored; the slices of a stack lie below each other."""
         slices, rows, columns = self._form(tensor).sides(shape)
         return (slices * rows, columns) if self.output_axis == 0 else (slices * columns, rows)
 
@@ -510,7 +509,7 @@ class _Rule:
         runs: Sequence[Sequence[tuple[int, int, int]]],
         columns: Sequence[int],
     ) -> list[Array]:
-        """Return flat tensors with each block orthogonalised, times its factor; takes blocks of one shape together."""
+        """Return flat tensors with each block orthogonalised, times its factor; blocks of one shape go together."""
         alike: dict[Shape, list[_Blocks]] = defaultdict(list)
         for tensor, of_tensor in enumerate(runs):
             for first, count, of_block in of_tensor:
@@ -551,7 +550,7 @@ def _most(shape: Shape, elements: int) -> int:
 
 
 def _together(every: Sequence[_Blocks], most: int) -> Iterator[list[_Blocks]]:
-    """Yield runs of at most ``most`` blocks; a single entry with more forms its own run."""
+    """Yield lists of entries with at most ``most`` blocks in all; an entry with more blocks is yielded alone."""
     some: list[_Blocks] = []
     room = most
     for blocks in every:

@@ -1,4 +1,4 @@
-"""Names the gradients that are not finite after a refused step, by an exchange between the ranks."""
+"""`name_gradients`: names, by an exchange between the ranks, the gradients that made all ranks refuse a step."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def name_gradients(
     Sends 8 bytes and a few names to every other rank. If all gradients are finite, another value is too large, and
     ``error`` is returned unchanged.
     """
-    # First the gradients that not even an exact exchange accepts: other large ones may have been sent exactly.
+    # First the gradients that not even an exact exchange accepts: other large gradients may have been sent exactly.
     own = [_refused(grads, names, exact=exact) for exact in (True, False)]
     texts = yield from gather_texts(
         json.dumps([[bad[:_NAMED], len(bad)] for bad in own]), state.size, grads[0]

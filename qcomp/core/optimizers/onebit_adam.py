@@ -1,11 +1,11 @@
-"""1-bit Adam, the base of 1-bit LAMB and QAdam: Adam with a frozen variance and a compressed momentum.
+"""`OneBitAdam`, the base of 1-bit LAMB and QAdam: Adam with a frozen variance and a compressed momentum.
 
-- Stage "warmup": `Adam` on the exact mean gradient, until the freeze rule has seen enough.
+- Stage "warmup": `Adam` on the exact mean gradient, until the freeze rule freezes the variance.
 - Stage "compressed": every rank adds its own gradient to the common momentum of the last step, and the compressed mean
   of the results is the new common momentum. Residuals start at zero. Coupled weight decay is added to the new momentum
   exactly, with a gradient's weight 1 - b1. Steps that measure the variance again average gradients exactly. So do all
   steps for late tensors, in the same messages.
-- Stage "rewarm": Adam again, from the frozen variance on, which is not bias-corrected a second time.
+- Stage "rewarm": Adam again, which continues from the frozen variance, and does not bias-correct it a second time.
 
 The momentum of exact tensors is averaged exactly; their variance is frozen too. Elements whose frozen variance is zero,
 because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a gradient move
@@ -82,11 +82,11 @@ class OneBitAdam(Optimizer):
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
@@ -97,7 +97,7 @@ class OneBitAdam(Optimizer):
         training run.
     variance_steps : callable, optional
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again, such as ``DoublingIntervals(4)``. None, the default, leaves it frozen, as published.
+        again, such as ``DoublingIntervals(4)``. None, the default, leaves the variance frozen, as published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -140,9 +140,9 @@ class OneBitAdam(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.adam  # noqa: B018 - raises if its settings do not fit
+        self.adam  # noqa: B018 - raises if the settings do not fit
         object.__setattr__(self, "freeze", freeze_rule(self.freeze))
-        self._policy  # noqa: B018 - so does this
+        self._policy  # noqa: B018 - raises if the settings of the variance do not fit
 
     @cached_property
     def adam(self) -> Adam:
@@ -162,7 +162,7 @@ class OneBitAdam(Optimizer):
         return self.compression.choose(state, params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or that of another stage, which begins with residuals of zero."""
+        """Return the state with which a stage begins; after the warm-up, residuals are zero."""
         if stage not in self._policy.stages:
             return super().enter(state, stage)
         residuals = self.compression.zero_residuals(state.momentum, state)
@@ -186,7 +186,7 @@ class OneBitAdam(Optimizer):
         gradients = as_tensors(grads, "grads")
         values, momenta = list(gradients), list(state.momentum)
         beside: list[list[Array]] = []
-        if EXACT_STEPS in state.numbers:  # some tensor of the model is late, perhaps none of these
+        if EXACT_STEPS in state.numbers:  # the model has late tensors, perhaps none of these
             late = late_tensors(state)
             values, momenta = (_with_zeros(xs, late) for xs in (values, momenta))
             own = [g if i in late else flat(g)[:0] for i, g in enumerate(gradients)]
@@ -258,7 +258,7 @@ class OneBitAdam(Optimizer):
     def _exact_step(
         self, params: Any, means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Make an exact step of the warm-up, or of a re-warm, in which the variance is bias-corrected already."""
+        """Make an exact step of the warm-up, or of a re-warm, in which variances are not bias-corrected again."""
         corrections = bias_corrections(self.adam.betas_of(state), 1, own_counts(state, state.step + 1))
         if state.stage == "rewarm":
             late = late_tensors(state)
@@ -279,7 +279,7 @@ class OneBitAdam(Optimizer):
     def _measuring_step(
         self, params: Sequence[Array], means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step with exact mean gradients, and with the variance that they give."""
+        """Make a step with exact mean gradients, and with the variance that is measured from them."""
         gradients, betas = self.adam.decayed(means.values, params, state), self.adam.betas_of(state)
         numbers, state = self.adam.numbers(state), self._policy.measured(state, gradients, betas)
         new_params, momentum = step_on_codes(
@@ -288,10 +288,10 @@ class OneBitAdam(Optimizer):
         return new_params, state._replace(step=state.step + 1, momentum=momentum)
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
-        """Ask for the mean of the momenta that gradients are blended into."""
+        """Ask for the mean of the momenta into which gradients are blended."""
         return self.compression.average(values, state, self.key(state), blends)
 
 
 def _with_zeros(tensors: Sequence[Array], which: Collection[int]) -> list[Array]:
-    """Return tensors, some of which are replaced by zeros."""
+    """Return tensors, with zeros instead of the tensors in ``which``."""
     return [array_namespace(x).zeros_like(x) if i in which else x for i, x in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB with a frozen variance and a compressed momentum."""
+"""`OneBitLamb`: 1-bit LAMB, which is LAMB with a frozen variance and a compressed momentum."""
 
 import math
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ class FrozenChange(NamedTuple):
     """What a compressed step changes for a tensor."""
 
     step: StepNumbers
-    """The numbers of the step, with the trust ratio in its rate."""
+    """The numbers of the step; their rate contains the trust ratio."""
     trust: Number
     """The trust ratio: the average of the warm-up times the factor."""
     factor: Number
     momentum: Array
     fresh: Array
-    """The second variance, which follows the gradients."""
+    """The fresh variance, which is updated with the reconstructed gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,11 @@ class OneBitLamb(OneBitAdam):
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`.
@@ -91,30 +91,31 @@ class OneBitLamb(OneBitAdam):
         training run.
     variance_steps : None, default None
         Must be None: the average of the trust ratios fits only the frozen variance. The compressed means show how much
-        the variance has changed since, see ``factor_bounds``; a re-warm by the ``watch`` measures the variance and that
-        average again.
+        the variance has changed since, see ``factor_bounds``. A re-warm by the ``watch`` measures the variance and the
+        average of the trust ratios again.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
     trust_decay : float, default 0.9
         Decay rate of the average of the trust ratios in the warm-up, from 0 to below 1.
     factor_bounds : tuple of two floats, default (0.5, 4.0)
-        Smallest and largest factor by which the compressed stage multiplies that average, the first above 0.
+        Smallest and largest factor by which the compressed stage multiplies the average of the trust ratios, the first
+        above 0.
     factor_change : float, default 0.1
         Largest relative change of a factor per step, from 0 to below 1.
 
     Notes
     -----
-    Warm-up: `Lamb`, and for each tensor the average a' = trust_decay a + (1 - trust_decay) c of its trust ratios c that
-    are not exactly 1; a starts with the first of them. Compressed stage: momentum as in `OneBitAdam`, but each
+    Warm-up: `Lamb`, and for each tensor an average of its trust ratios c that are not exactly 1: a' = trust_decay a +
+    (1 - trust_decay) c, which starts with the first such c. Compressed stage: momentum as in `OneBitAdam`, but each
     compressed tensor is multiplied by a scale before compression, and divided by it afterwards. The scale is fixed at
     the freeze: the mean of |m|_2 / sqrt(size) over the compressed tensors, divided by the tensor's own |m|_2 /
     sqrt(size). The mean gradient is reconstructed from the new momentum, g = (m' - b1 m) / (1 - b1), and updates a
-    second variance f' = b2 f + (1 - b2) g^2, which starts as the frozen v. The trust ratio is a times the factor max_j
-    (sqrt(v_j) + eps) / (sqrt(f_j) + eps), clamped to ``factor_bounds`` and to a relative change of ``factor_change``
-    from the last factor, which starts as 1. ``state.numbers`` has ``trust.NAME``, ``average.NAME`` and ``factor.NAME``.
-    The direction divides by the frozen v. Sends as much as `OneBitAdam`. Source: Li et al., HiPC 2022 (arXiv
-    2104.06069), algorithm 1.
+    second, fresh variance f' = b2 f + (1 - b2) g^2, which starts as the frozen v. The trust ratio is a times the factor
+    max_j (sqrt(v_j) + eps) / (sqrt(f_j) + eps), clamped to ``factor_bounds`` and to a relative change of
+    ``factor_change`` from the last factor, which starts as 1. ``state.numbers`` has ``trust.NAME``, ``average.NAME``
+    and ``factor.NAME``. The direction divides by the frozen v. Sends as much as `OneBitAdam`. Source: Li et al., HiPC
+    2022 (arXiv 2104.06069), algorithm 1.
 
     Examples
     --------
@@ -162,12 +163,12 @@ class OneBitLamb(OneBitAdam):
         return state._replace(numbers={**state.numbers, **{f"average.{name}": 0.0 for name in names}})
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or the one of the compressed stage after a freeze."""
+        """Return the state with which a stage begins; after the warm-up, with a fresh variance, factors and scales."""
         state = super().enter(state, stage)
         return state if stage == "warmup" else self._frozen(state)
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
-        """Return the state of `OneBitAdam`; a fresh variance begins as the variance that was frozen in this step."""
+        """Return the state of `OneBitAdam`; after a freeze, the fresh variance begins as the frozen one."""
         new = super().advance(state, before)
         if new is state or before.stage == "warmup":
             return new
@@ -188,7 +189,7 @@ class OneBitLamb(OneBitAdam):
     def _frozen_step(
         self, params: Sequence[Array], means: Means, state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Make a step with the mean momentum, the frozen variance, and trust ratios that follow its changes."""
+        """Make a step with the mean momentum, the frozen variance, and trust ratios that follow the fresh variance."""
         changes = self.frozen_changes(params, means, state)
         numbers = dict(state.numbers)
         for name, change in zip(state.names, changes, strict=True):
@@ -245,12 +246,12 @@ class OneBitLamb(OneBitAdam):
         return changes
 
     def _average(self, values: Sequence[Array], state: OptimizerState, blends: Sequence[Blend]) -> Average:
-        """Ask for the mean with each compressed tensor scaled, so that all have about the same magnitude."""
+        """Ask for the mean of the momenta, each scaled so that all compressed tensors have about the same magnitude."""
         scaled = [b._replace(factor=s) for b, s in zip(blends, self._scales(state), strict=True)]
         return super()._average(values, state, scaled)
 
     def _frozen(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after a freeze, with a fresh variance and factors of 1, and the scales of its momenta."""
+        """Return the state after a freeze, with a fresh variance, factors of 1, and the scales of the momenta."""
         return self.begun(state, self.lengths(state))
 
     def lengths(self, state: OptimizerState) -> list[Number]:
@@ -269,7 +270,7 @@ class OneBitLamb(OneBitAdam):
         ]
 
     def begun(self, state: OptimizerState, lengths: Sequence[Number]) -> OptimizerState:
-        """Return the state after a freeze, as the compressed stage begins with it.
+        """Return the state after a freeze, with which the compressed stage begins.
 
         Parameters
         ----------
@@ -289,7 +290,7 @@ class OneBitLamb(OneBitAdam):
         )
 
     def _scales(self, state: OptimizerState) -> list[Number]:
-        """Return the scale of each tensor's momentum, read at once; 1 if the tensor stays exact."""
+        """Return the scale of each tensor's momentum, 1 if the tensor is exact; read from the device all at once."""
         scales = state.arrays["scale"]
         if all(state.exact):
             return [1.0] * len(scales)
@@ -313,6 +314,6 @@ class OneBitLamb(OneBitAdam):
         return averages
 
     def _factor(self, growth: Number, last: Number) -> Number:
-        """Return the factor by which steps should be longer, now that the variance has changed."""
+        """Return the factor by which the changes of the variance lengthen the next step."""
         bounded = clamp(growth, *self.factor_bounds)
         return clamp(bounded, last * (1 - self.factor_change), last * (1 + self.factor_change))

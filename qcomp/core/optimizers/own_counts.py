@@ -1,4 +1,4 @@
-"""Counts of each tensor's own steps, in which at least one rank has a gradient for the tensor."""
+"""Counts, for each tensor, the steps in which at least one rank has a gradient for the tensor."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 _MISSED = "missed_"
-"""Prefix of the numbers that say how many counts a tensor has missed, such as ``missed_steps.NAME``. A tensor that has
-missed nothing has no such number."""
+"""Prefix of the numbers in a state that say how many steps or updates a tensor has missed, such as
+``missed_steps.NAME``. A tensor that has missed nothing has no such number."""
 
 _OF_SOME = (f"{_MISSED}steps", f"{_MISSED}updates", EXACT_STEPS)
 """The kinds of numbers that only some tensors have."""
 
 
 def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[int]:
-    """Return each tensor's own count: the common ``count``, less what the tensor has missed.
+    """Return each tensor's own count: the common ``count``, minus what the tensor has missed.
 
     ``of`` says what is counted: "steps", or another key of `Optimizer.counts`.
     """
@@ -40,7 +40,7 @@ def own_counts(state: OptimizerState, count: float, of: str = "steps") -> list[i
 
 
 def with_own_counts(state: OptimizerState, counts: Sequence[int]) -> OptimizerState:
-    """Return a first state as if each tensor had counted so many steps; ``step`` becomes the largest count."""
+    """Return a first state in which each tensor has made ``counts`` steps; its ``step`` is the largest count."""
     step = max(counts, default=0)
     missed = {
         f"{_MISSED}steps.{name}": float(step - n)
@@ -61,7 +61,7 @@ def without(
 ) -> OptimizerState:
     """Return the state after a step in which some tensors, of which no rank had a gradient, stay as they were.
 
-    So do their residuals and counts. The arrays of ``old`` must not have been overwritten.
+    Their residuals and counts stay, too. The arrays of ``old`` must not have been overwritten.
     """
 
     def kept(before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
@@ -110,12 +110,12 @@ def without(
 
 
 def with_numbers_of(saved: Mapping[str, Any], state: OptimizerState) -> OptimizerState:
-    """Return a state plus those numbers of a saved state that only some tensors have."""
+    """Return a state plus the keys, with values of 1, of the saved numbers that only some tensors have."""
     keys = [EXACT_STEPS, *(f"{kind}.{name}" for kind in _OF_SOME for name in state.names)]
     return state._replace(numbers={**state.numbers, **{key: 1.0 for key in keys if NUMBER + key in saved}})
 
 
 def limits_of_own(state: OptimizerState) -> dict[str, Number]:
-    """Return the limits of the numbers that only some tensors have in a state: 1 to the steps so far."""
+    """Return the limits, from 1 to the steps so far, of the numbers in a state that only some tensors have."""
     until_now = Number(least=1, most=state.step, whole=True)
     return {key: until_now for key in state.numbers if key.partition(".")[0] in _OF_SOME}

@@ -1,4 +1,4 @@
-"""QAdam: Adam with a frozen variance and a quantized momentum."""
+"""`QAdam`: Adam with a frozen variance and a quantized momentum."""
 
 from dataclasses import InitVar, dataclass
 
@@ -49,11 +49,11 @@ class QAdam(OneBitAdam):
         Topology and error feedback of the exchange, see `Averaging`. ``topology="hierarchical"`` averages exactly
         inside each node and compresses between nodes; ``feedback=False`` matches Bagua.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     freeze : int or FreezeRule, default VarianceStable()
         When to freeze the variance: the number of exact steps, or a rule such as `VarianceStable`. The variance
@@ -76,12 +76,12 @@ class QAdam(OneBitAdam):
 
     Notes
     -----
-    The algorithm is that of `OneBitAdam`, with another compressor. In the compressed stage it sends 2 (N - 1) / N times
-    8 bits per parameter and 64 bits per bucket. In the topology "hierarchical", the ranks of a node together send this
-    amount to the other nodes, where N is the number of nodes, and 32 bits per parameter stay inside the node; see
-    `CompressedMean`. On one node nothing is compressed. The exact mean of the warm-up is the same in every topology.
-    Source: Bagua's documentation. Unlike Bagua, it freezes the bias correction with the variance (otherwise steps grow
-    up to 3.2 times) and applies weight decay in all stages.
+    QAdam is `OneBitAdam` with another compressor. In the compressed stage a rank sends 2 (N - 1) / N times 8 bits per
+    parameter and 64 bits per bucket. In the topology "hierarchical", N is the number of nodes, and the ranks of a node
+    together send this amount to the other nodes. Inside the node they send 32 bits per parameter; see `CompressedMean`.
+    On one node nothing is compressed. The exact mean of the warm-up is the same in every topology. Source: Bagua's
+    documentation. Unlike Bagua, QAdam freezes the bias correction with the variance (otherwise steps grow up to 3.2
+    times) and applies weight decay in all stages.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""QSVRG: variance-reduced SGD on quantized vectors, which converges linearly."""
+"""`QSVRG`: variance-reduced SGD on quantized vectors, which converges linearly."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class QSVRG(Optimizer):
     """SVRG with quantized steps, for finite sums: it converges linearly despite compression.
 
     `begin_epoch` starts an epoch with the exact mean gradient at a snapshot y of the parameters. Each `step` then takes
-    the gradients of one sample at the parameters x and at y. `next_snapshot` gives the snapshot of the next epoch.
+    the gradients of one sample at the parameters x and at y. `next_snapshot` returns the snapshot of the next epoch.
 
     Parameters
     ----------
@@ -41,9 +41,9 @@ class QSVRG(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0; weight_decay * x is added to the mean of the quantized vectors, exactly.
     clip_norm : float, optional
-        Largest global norm sqrt(mean_i |c_i|^2) of the corrected vectors c_i over the ranks i, above 0. Larger ones
-        are scaled down by the same factor on all ranks, which makes them biased. Costs an exchange of 8 bytes per
-        step. None, the default, never clips.
+        Largest global norm sqrt(mean_i |c_i|^2) of the corrected vectors c_i over the ranks i, above 0. Larger vectors
+        are scaled down by the same factor on all ranks, which makes them biased. Costs an exchange of 8 bytes per step.
+        None, the default, never clips.
     seed : int, default 0
         Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
         parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
@@ -63,11 +63,11 @@ class QSVRG(Optimizer):
         Topology of the exchange, see `Averaging`; ``feedback`` must be False, since it would make steps biased.
         All-gather quantizes every vector once, as in the paper.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
 
     Notes
@@ -76,10 +76,10 @@ class QSVRG(Optimizer):
     draw j; send Q(grad f_ij(x) - grad f_ij(y) + g), the whole corrected vector; x' = x - rate * mean_i Q(...). Next
     snapshot: the mean of the parameters x after each of the T steps of the epoch. With Q of variance omega = O(1),
     rate = O(1 / L) and T = O(L / mu), E f(y_p) - f* <= 0.9^p (f(y_0) - f*). At the solution x - y and g vanish, and
-    with them the error of Q. Sends 2 (N - 1) / N * 32 bits per parameter to start an epoch, and the payload to every
-    other rank in a step. Keeps three vectors: ``state.arrays`` has y as "snapshot", g as "gradient" and the sum of the
-    x as "iterates". Source: Alistarh et al., NeurIPS 2017, section 3.3 (where f is the sum of its parts), and Johnson
-    and Zhang, NeurIPS 2013.
+    with them the error of Q. A rank sends 2 (N - 1) / N * 32 bits per parameter to start an epoch, and the payload to
+    every other rank in a step. A state holds three vectors: ``state.arrays`` has y as "snapshot", g as "gradient" and
+    the sum of the x as "iterates". Source: Alistarh et al., NeurIPS 2017, section 3.3 (where f is the sum of its
+    parts), and Johnson and Zhang, NeurIPS 2013.
 
     Examples
     --------
@@ -98,7 +98,7 @@ class QSVRG(Optimizer):
     True
     """
 
-    compares_gradients = False  # in the first step of an epoch all ranks have the same vector
+    compares_gradients = False  # at the first step of an epoch, all ranks have the same vector
     two_gradients = "a step of QSVRG takes two, at the parameters and at the snapshot"
 
     compressor: Compressor = QSGD(levels=31, bucket_size=512)
@@ -150,7 +150,7 @@ class QSVRG(Optimizer):
         params : array or sequence of arrays
             The snapshot y, equal on all ranks, from which the first step of the epoch starts. It is copied.
         full_grad : array or sequence of arrays
-            The gradient at y of this rank's share of f, over all its samples. f is the mean over the ranks.
+            The gradient at y of this rank's f_i, the mean over all its samples; f is the mean of f_i over the ranks.
         state : OptimizerState
             From `init` or the last step. A running epoch ends here.
         comm : Communicator
@@ -207,11 +207,11 @@ class QSVRG(Optimizer):
         state : OptimizerState
             From `begin_epoch` or the last step.
         comm : Communicator
-            The one that `init` saw, or another of the same rank and size.
+            The communicator given to `init`, or another with the same rank and size.
         donate : bool
             Has no effect here.
         weight : None
-            f is the plain mean over the ranks, in every step of an epoch.
+            Must be None, since f is the plain mean over the ranks in every step of an epoch.
 
         Raises
         ------
@@ -277,7 +277,7 @@ class QSVRG(Optimizer):
         return self.compression.average(scaled, state, self.key(state))
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Move the parameters against the mean, and add the new ones to the epoch's sum."""
+        """Move the parameters against the mean, and add the new parameters to the epoch's sum."""
         tensors = as_tensors(params, "params")
         decays, rates = self.weight_decays(state), self.rates(state)
         directions = [
@@ -294,7 +294,7 @@ class QSVRG(Optimizer):
         )
 
     def next_snapshot(self, params: Any, state: OptimizerState) -> Any:
-        """Return the point at which the next epoch begins: the mean of the parameters after each step of this one.
+        """Return the point at which the next epoch begins: the mean of the parameters after each step of this epoch.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The base of optimizers and outer loops: how they start from a first or saved state, and are saved."""
+"""`Replica`, the base of optimizers and outer loops: how they start from a first or saved state, and are saved."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,7 +54,7 @@ Saved = Mapping[str, Any]
 Loaded = TypeVar("Loaded")
 
 _ANY_KIND = "optimizer"
-"""The kind of owners before the handshake that compares the kinds, and says more about a difference."""
+"""`Owner.kind` of all ranks before the handshake, which compares the classes and reports differences better."""
 
 _STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000)
 
@@ -69,7 +69,7 @@ class Place(NamedTuple):
     host: str | None
     """Name of this rank's machine, if it is known."""
     number: int = 0
-    """The number of this replica among all that start over the same communicator."""
+    """The number of this replica among those that start over the same communicator."""
 
 
 def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
@@ -84,14 +84,14 @@ def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str
 
 
 class Replica(ABC, Generic[Loaded]):
-    """Base of what all ranks hold alike, optimizers and outer loops: dataclasses of settings, whose state is explicit.
+    """Base of optimizers and outer loops: dataclasses of settings, equal on all ranks, whose state is kept outside.
 
     A replica starts once the ranks have compared settings and parameters. Its methods describe its state, so that it
     can be saved, loaded and resized.
     """
 
     resizes = True
-    """Whether a saved state fits another number of ranks, even without the arrays of some ranks."""
+    """Whether saved states can be loaded on another number of ranks, even without the arrays of some ranks."""
     sharded = False
     """Whether each rank has a part of each parameter."""
 
@@ -133,8 +133,8 @@ class Replica(ABC, Generic[Loaded]):
 
     @cached_property
     def compression(self) -> Compressing:
-        """What is compressed, and how: nothing without a setting ``averaging``."""
-        fields: Any = self  # a class with averaging has the other three too
+        """What is compressed, and how. A class without a setting ``averaging`` compresses nothing."""
+        fields: Any = self  # a class with averaging also has these three
         if not hasattr(fields, "averaging"):
             return Compressing(EXACT)
         return Compressing(fields.averaging.mean(fields.compressor), fields.exact, fields.compressors)
@@ -145,12 +145,12 @@ class Replica(ABC, Generic[Loaded]):
         return self.compression.mean
 
     def mean_of(self, state: OptimizerState) -> CompressedMean:
-        """Return the mean of the compressed stage for a state, with the choices of policies and of topology "auto".
+        """Return the mean of the compressed stage, with the compressors and the topology that a state has chosen.
 
         Parameters
         ----------
         state : OptimizerState
-            The state to average for.
+            The state of the last step.
         """
         return self.compression.mean_of(state)
 
@@ -193,7 +193,8 @@ class Replica(ABC, Generic[Loaded]):
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:  # noqa: ARG002
         """Return the limits of ``state.numbers`` in a saved state, by name.
 
-        A number without limits may have any finite value, or any value at all if it is not finite in ``state``.
+        A number without limits may have any finite value; if it is not finite in ``state``, it may have any value at
+        all.
 
         Parameters
         ----------
@@ -203,7 +204,7 @@ class Replica(ABC, Generic[Loaded]):
         return {}
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Convert a saved state with other entries, if this optimizer accepts them, to exactly its own.
+        """Convert a saved state whose entries differ, if this optimizer accepts them, to exactly its own entries.
 
         Parameters
         ----------
@@ -241,7 +242,7 @@ class Replica(ABC, Generic[Loaded]):
         return state
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Return a rank's parameters and its state, from the result of `whole`.
+        """Return this rank's parameters and its state, from the result of `whole`.
 
         Parameters
         ----------
@@ -263,7 +264,7 @@ class Replica(ABC, Generic[Loaded]):
         require_maker(saved, self)
 
     def _compare_parameters(self, names: Sequence[str], params: Sequence[Array], size: int) -> Stages[None]:
-        """Raise MismatchError on every rank unless the ranks that must hold the same parameters do."""
+        """Raise MismatchError on every rank if ranks that must hold the same parameters hold different ones."""
         values = {"values": digests(names, params)}
         yield from handshake_stages(values, size=size, like=params[0], explain=_EXPLAIN)
 
@@ -291,7 +292,8 @@ class Replica(ABC, Generic[Loaded]):
         params : array or sequence of arrays
             The parameters, of one library and device; equal on all ranks.
         comm : Communicator
-            The state keeps its rank and size and, if the topology needs it, which ranks share a ``host``.
+            The communicator. The state keeps the rank and size and, if the topology needs it, which ranks share a
+            ``host``.
         names : sequence of str, optional
             Names of the parameters in checkpoints and policies; by default their numbers.
 
@@ -316,7 +318,7 @@ class Replica(ABC, Generic[Loaded]):
         names: Sequence[str] | None = None,
         number: int = 0,
     ) -> Stages[OptimizerState]:
-        """Do what `init` does as a generator of pure stages, for callers that move the buffers themselves.
+        """`init` as a generator of pure stages, for callers that move the buffers themselves.
 
         Parameters
         ----------
@@ -327,8 +329,8 @@ class Replica(ABC, Generic[Loaded]):
         host : str, optional
             Name of this rank's machine, which a topology may depend on.
         number : int
-            Number of this replica among all that start over the same communicator. The exchanges of its steps carry the
-            number, so that exchanges of two optimizers are not confused.
+            Number of this replica among those that start over the same communicator. The exchanges of its steps carry
+            the number, so that exchanges of two optimizers are not confused.
 
         Raises
         ------
@@ -356,10 +358,10 @@ class Replica(ABC, Generic[Loaded]):
         Parameters
         ----------
         saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict. Or a list with the dicts of all ranks that saved, in any number and order: all dicts
-            on every rank, as from a shared folder, or each dict on one rank, and empty lists on the others. A dict
-            without arrays of its own rank only, as from an exact optimizer or an exact warm-up, fits every rank, on any
-            number of ranks.
+            This rank's own dict. Or a list with the dicts of all ranks that saved, in any number and order. Either
+            every rank passes all dicts, as from a shared folder, or each dict is passed by one rank, and ranks without
+            one pass an empty list. A dict without arrays that only its rank has, as from an exact optimizer or an exact
+            warm-up, fits every rank, on any number of ranks.
         params, comm, names
             As for `init`. For an `OuterLoop` the values of the parameters do not matter, only the dtypes.
         strict : bool
@@ -382,15 +384,15 @@ class Replica(ABC, Generic[Loaded]):
             or invalid, or differs from its digest. On every rank, if a list of dicts is incomplete, mixes jobs or
             steps, or contains such a dict.
         MismatchError
-            On the other ranks, if some rank raises ValueError; on every rank, if the dicts belong to different steps,
+            On the other ranks, if some rank raises ValueError. On every rank, if the dicts belong to different steps,
             or a parameter differs between ranks.
 
         Warns
         -----
         UserWarning
-            If the state was saved with other settings, naming them; or if the dicts come from another number of ranks,
-            or from ranks with other chunks. Every rank then starts with mean_i e_i + e_s of the old residuals, which
-            preserves the sum identity of `CompressedMean`. Or, on every rank, if ``lost="drop"`` has dropped arrays.
+            If the state was saved with other settings; the warning names them. If the dicts come from another number of
+            ranks, or from ranks with other chunks: every rank then starts with mean_i e_i + e_s of the old residuals,
+            which preserves the sum identity of `CompressedMean`. On every rank, if ``lost="drop"`` has dropped arrays.
         """
         stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
         return drive(stages, comm)
@@ -408,7 +410,7 @@ class Replica(ABC, Generic[Loaded]):
         lost: Literal["raise", "drop"] = "raise",
         number: int = 0,
     ) -> Stages[Loaded]:
-        """Do what `load_state_dict` does as a generator of pure stages.
+        """`load_state_dict` as a generator of pure stages.
 
         Parameters
         ----------
@@ -425,7 +427,7 @@ class Replica(ABC, Generic[Loaded]):
 
 
 def owner_of(replica: Replica[Any], state: OptimizerState) -> Owner:
-    """Return the owner of the exchanges of the next step."""
+    """Return the `Owner` of the exchanges that the next step makes."""
     doing = f"step {state.step + 1} ({state.stage})"
     return Owner(type(replica).__name__, state.number, state.names, state.stream, doing)
 
@@ -443,7 +445,7 @@ def begin(
     try:
         state = replica.initial_state(tensors, names, place.rank, place.size)
     except Exception as error:
-        problem = error  # from a policy, perhaps on this rank alone: share it, so that no rank waits
+        problem = error  # from a policy, perhaps on this rank alone: tell all ranks, so that none waits
     compressed = choices(state) if state else f"{type(problem).__name__}: {problem}"
     values = digests(names, tensors) if compare and not replica.sharded else []
     told = facts_of(replica, names, tensors) | {"compressed": compressed, "values": values}
@@ -513,7 +515,7 @@ def _owner_of_start(place: Place, names: tuple[str, ...], doing: str) -> Owner:
 
 
 def _read(replica: Replica[Any], own: Saved, world: World, *, regrouped: bool) -> OptimizerState:
-    """Return the state in this rank's own dict, or in a dict that fits every rank."""
+    """Return the state that is in this rank's own dict, or in a dict that fits every rank."""
     begun, one = world.fresh, read_scalars(own)
     if not regrouped:
         world.accept(one)
@@ -537,9 +539,9 @@ def _read(replica: Replica[Any], own: Saved, world: World, *, regrouped: bool) -
         mean,
         lambda template: {**limits_of_own(template), **replica.limits(template)},
     )
-    # Check these sizes also in entries that the replica has not adopted.
+    # Check the rank and sizes also in entries that the replica has not adopted.
     require_sizes(one, world.sizes.values(), dict(named_arrays(state, mean)).values())
-    require_intact(one)  # last, since other messages say more
+    require_intact(one)  # last, since the other errors say more
     return state
 
 
@@ -586,11 +588,11 @@ def _load(
 
 
 def _is_of_another(saved: Saved, world: World) -> bool:
-    """Return whether a dict holds arrays of another rank, if others may be missing, or other parts of tensors."""
+    """Return whether a dict holds another rank's arrays (checked if dicts may be missing) or other parts of tensors."""
     try:
         one = {**saved, **read_scalars(saved)}
         if (one["rank"], one["size"]) != (world.rank, world.size):
             return world.drops and bool(own_kinds_in(world.replica, one))
         return world.has_other_parts(one)
-    except ValueError:  # which `_read` reports
+    except ValueError:  # `_read` reports it
         return False

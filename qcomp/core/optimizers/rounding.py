@@ -1,11 +1,11 @@
-"""Stochastic rounding of new parameters in bfloat16, which keeps on average what rounding to nearest loses.
+"""`rounded`: rounds new parameters to bfloat16 at random, which keeps on average what rounding to nearest loses.
 
 A float32 number becomes one of the two bfloat16 numbers around it: a draw of 16 bits is added to its bits, and the
-lower half is dropped. So of the 2^16 draws, as many round away from 0 as its lower half says, and no value that
-bfloat16 represents changes.
+lower half of the sum is dropped. If the lower half of the number is k, then k of the 2^16 possible draws round away
+from 0. So values that bfloat16 represents do not change.
 
-Sixteen elements share a draw, each shifted by another sixteenth of its range: every element's draw is uniform, and
-random numbers cost a sixteenth. All ranks draw the same.
+Sixteen elements share a draw, which is shifted for each of them by another sixteenth of its range: every element's draw
+is uniform, and random numbers cost a sixteenth. All ranks draw the same random numbers.
 """
 
 import math
@@ -30,19 +30,19 @@ __all__ = ["rounded", "widened"]
 _SHARE = 16
 """How many elements share a draw."""
 _LANE = 8
-"""The draws of one block of random numbers."""
+"""The number of draws in one block of random numbers."""
 _RUN = _SHARE * _LANE
 _HOP = 0xFFFFFFFF
-"""The hop in the keys of these draws, which no exchange reaches."""
+"""The hop in the keys of these draws; no exchange has so many hops."""
 
 
 def widened(params: Sequence[Array]) -> list[Array]:
-    """Return the parameters, with those in bfloat16 converted to float32."""
+    """Return the parameters, converted to float32 if they are in bfloat16."""
     return [to_compute_dtype(p) if _is_rounded(p) else p for p in params]
 
 
 def rounded(new: list[Array], like: Sequence[Array], key: Key, *, donate: bool = False) -> list[Array]:
-    """Return new values of parameters in the dtypes of the old ones.
+    """Return new values of parameters, rounded to the dtypes of the old values.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def rounded(new: list[Array], like: Sequence[Array], key: Key, *, donate: bool =
     new.clear()
     if not sum(runs):
         return values
-    # All at once: a device takes as long to start a computation for a small tensor as for all.
+    # All tensors at once: a device takes as long to start a computation for one small tensor as for all.
     draws = draws16(
         key._replace(rank=SHARED_RANK, hop=_HOP),
         Block(0, sum(runs), _LANE, _LANE, 0),
@@ -79,7 +79,7 @@ def rounded(new: list[Array], like: Sequence[Array], key: Key, *, donate: bool =
 
 
 def _rounded(x: Array, like: Array, draws: Array) -> Array:
-    """Return float32 values in bfloat16, with the draws of each run of elements, float32 of shape (runs, _LANE)."""
+    """Round float32 values to bfloat16 by the draws of each run of elements, float32 of shape (runs, _LANE)."""
     xp, values = array_namespace(x), flat(x)
     shifts = xp.arange(_SHARE, dtype=xp.int32, device=device(x)) * ((1 << 16) // _SHARE)
     first = xp.reshape(xp.astype(draws, xp.int32), (-1, 1, _LANE))

@@ -1,4 +1,4 @@
-"""SGD with momentum on the mean gradient, exact or compressed."""
+"""`SGD` and `CompressedSGD`: SGD with momentum on the exact or the compressed mean gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class SGD(Optimizer):
         Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
         by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
     seed : int, default 0
-        As in other optimizers; this one draws nothing.
+        As in other optimizers, but without effect here, since SGD draws no random numbers.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -92,7 +92,7 @@ class SGD(Optimizer):
         return self.compression.exactly(scaled, state)._replace(of_gradients=True)
 
     def apply(self, params: Any, means: Means, state: OptimizerState) -> tuple[list[Array], OptimizerState]:
-        """Update the momentum with the mean gradient, and the parameters with it."""
+        """Update the momentum with the mean gradient, and the parameters with the momentum."""
         tensors = as_tensors(params, "params")
         moved, momentum = [], []
         # A schedule may begin with a momentum setting of 0; states made with 0 hold no momenta.
@@ -149,11 +149,11 @@ class CompressedSGD(SGD):
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     momentum : float, default 0.9
         Decay rate of the momentum, from 0 to below 1.

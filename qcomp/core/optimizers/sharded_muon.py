@@ -1,4 +1,4 @@
-"""Muon for sharded parameters: each rank holds one shard."""
+"""`ShardedMuon`: Muon for sharded parameters, with one shard of each on every rank."""
 
 import json
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ __all__ = ["ShardedMuon"]
 class ShardedMuon(Muon):
     """Muon for sharded parameters, with one shard on each rank.
 
-    Parameters and gradients are this rank's shards, flat, and so are the moments of AdamW. Everything else is as in
-    `Muon`, which describes the other parameters. Names, shapes and matrices refer to whole tensors, and without
+    Parameters, gradients and the moments of AdamW are flat arrays with this rank's shards. Everything else is as in
+    `Muon`, which describes the other settings. Names, shapes and matrices refer to whole tensors, and without
     compression the model's parameters are the same as with `Muon`, bit for bit.
 
     Parameters
@@ -43,8 +43,7 @@ class ShardedMuon(Muon):
     the tensors that AdamW moves.
 
     With ``clip_norm`` the norm is sqrt(mean_j |g_j|^2) over the replicas j. There are no whiteners, since a rank with a
-    shard of g cannot make its shard of W g. The first step does not look for elements that move although their
-    gradients are 0.
+    shard of g cannot make its shard of W g. The first step does not check whether elements move whose gradients are 0.
     """
 
     compares_gradients = False
@@ -116,7 +115,7 @@ class ShardedMuon(Muon):
         return ShardedMean.part_kinds
 
     def may_move_zeros(self, state: OptimizerState) -> bool:  # noqa: ARG002
-        """Return False: the ranks share no slices that they could look at."""
+        """Return False, since the ranks have no slices in common that they could check."""
         return False
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
@@ -127,10 +126,10 @@ class ShardedMuon(Muon):
 
 @dataclass(frozen=True)
 class _OfShards(MatrixCompression):
-    """The compression of `ShardedMuon`, whose means know which tensors are averaged exactly."""
+    """The compression of `ShardedMuon`, which tells the mean which tensors are averaged exactly."""
 
     def mean_of(self, state: OptimizerState) -> OwnedMean:
-        """Return the mean of the matrices of a state."""
+        """Return the `OwnedMean` of a state's matrices."""
         mean: Any = super().mean_of(state)
         key = mean.rule, state.exact
         if key not in self._known:

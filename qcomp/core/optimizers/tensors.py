@@ -1,4 +1,4 @@
-"""Checks and conversions of the tensors that optimizers are given."""
+"""Checks and converts the parameters and gradients that callers pass to optimizers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class _Checked(list[Array]):
-    """Tensors that `as_tensors` or `as_gradients` has checked: they need no second check in the same step."""
+    """Tensors that `as_tensors` or `as_gradients` has checked, and need not check again in the same step."""
 
 
 def as_tensors(values: Any, argument: str) -> list[Array]:
@@ -66,8 +66,8 @@ def as_tensors(values: Any, argument: str) -> list[Array]:
 
 
 def as_given(tensors: Sequence[Array], values: Any) -> Any:
-    """Return tensors in the form of ``values``, an argument that `as_tensors` has read: one array, or a list."""
-    # NumPy computes scalars from arrays of shape ().
+    """Return a list of tensors if ``values``, an argument of `as_tensors`, was a sequence; else the one tensor."""
+    # NumPy's arithmetic turns arrays of shape () into scalars.
     arrays = [t if hasattr(t, "__setitem__") else array_namespace(t).asarray(t) for t in tensors]
     return arrays if isinstance(values, list | tuple | Iterator) else arrays[0]
 
@@ -118,7 +118,7 @@ def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
 
 
 def _place(x: Any, what: str) -> Any:
-    """Return the devices that each hold the whole of a JAX array; None if JAX moves the array where it is needed."""
+    """Return the devices that hold a JAX array, each of them the whole; None if JAX itself moves it where needed."""
     if is_traced(x) or not getattr(x, "committed", True):
         return None
     if not x.sharding.is_fully_replicated:
@@ -166,14 +166,14 @@ def update(param: Array, change: Array) -> Array:
 
 
 def copy(x: Array) -> Array:
-    """Return an array of the same values in memory of its own."""
+    """Return a copy of an array in new memory."""
     room = empty_like(x)
     # JAX copies only if it is told to; callers may give away the memory of their arrays.
     return array_namespace(x).astype(x, x.dtype, copy=True) if room is None else write_into(room, x)
 
 
 def each_in_blocks(function: Callable[..., Array], *tensors: Sequence[Array]) -> list[Array]:
-    """Return ``function(*arrays)`` for each of several tensors; see `in_blocks`.
+    """Return ``function(*arrays)`` for each of several tensors, computed block by block; see `in_blocks`.
 
     The result of the function has the dtype of its first argument.
     """

@@ -1,4 +1,4 @@
-"""Steps whose settings may change, and in which some parameters have no gradient, on this rank or on all."""
+"""Makes steps in which parameters have no gradient on some or all ranks, and checks that ranks agree on settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stages_of_used(
 ) -> Stages[tuple[list[Array], OptimizerState]]:
     """Make one step as a generator of pure stages; a parameter for which no rank has a gradient stays as it is.
 
-    So do its moments and residuals, and its bias corrections do not count the step. A rank without a gradient for a
+    Its moments and residuals stay too, and its bias corrections do not count the step. A rank without a gradient for a
     parameter that others use contributes zeros, as the mean over all ranks requires. While the ranks are apart (see
     `Optimizer.apart`), zeros stand for every missing gradient. If no rank has any gradient, nothing changes, and a
     warning says so.
@@ -49,7 +49,7 @@ def stages_of_used(
     MismatchError before anything changes. ``donate`` is ignored on a rank that lacks a gradient.
 
     Every rank sends 8 bytes and a bit for each parameter to all others, alongside the first exchange of the step. While
-    some tensors still make exact steps of their own (see `OneBitAdam`), it sends them before that exchange.
+    some tensors still make exact steps of their own (see `OneBitAdam`), these bytes are sent before that exchange.
     """
     used = [g is not None for g in grads]
     filled = [_zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
@@ -70,7 +70,7 @@ def stages_of_used(
         yield from owned(agreed(), owner)
     asleep = [number for number in late if number in left_out]
     begun = without_late(asleep, state)
-    # If this rank uses all parameters, none is left out, and the old state is not needed.
+    # If this rank uses all parameters, no parameter is left out, and the old state is not needed.
     step = optimizer.stages(params, filled, begun, donate=donate and all(used), left_out=left_out)
     if state.size > 1 and not late:
         step = _beside(agreed(), step, owner)
@@ -91,9 +91,9 @@ def warn_of_no_gradient(where: str) -> None:
 
 
 def _beside(agreed: Stages[None], step: Stages[Any], owner: Owner) -> Stages[Any]:
-    """Run a step, and beside its first exchange another computation, which ends before the step goes on.
+    """Run a step, and run ``agreed`` beside the step's first exchange; ``agreed`` ends before the step continues.
 
-    If the step sends nothing, because ranks are apart or go apart, the other computation does not run.
+    If the step sends nothing, because ranks make local steps, ``agreed`` does not run.
     """
     try:
         first = next(step)
@@ -114,11 +114,11 @@ def _continued(first: Exchange, stages: Stages[Any]) -> Stages[Any]:
 
 
 def settings_since(settings: str, optimizer: Optimizer, state: OptimizerState) -> str:
-    """Return the settings of the next step as text, and those of the steps since the last exchange.
+    """Return the settings of the next step, and of all steps since the last exchange, as text.
 
-    In a step that sends nothing, no rank can compare its settings with others. Until the ranks meet, those settings are
-    part of the state's numbers, such as the sum of the learning rates. The text also says if the processor flushes
-    subnormals.
+    In a step that sends nothing, no rank can compare its settings with others. Until the next exchange, the numbers of
+    the state contain such settings, for instance as the sum of the learning rates. The text also says if the processor
+    flushes subnormals.
     """
     if flushes_subnormals():  # a mode that may change after the start
         settings += ", subnormal numbers flushed to 0"

@@ -1,4 +1,4 @@
-"""The whiteners of Muon's matrices: owners make them and send them to all ranks, and residuals are converted."""
+"""The whiteners of Muon's matrices: owners make them and send them to all ranks, which convert their residuals."""
 
 import itertools
 import math
@@ -29,14 +29,14 @@ from qcomp.core.state import OptimizerState
 __all__ = ["WHITENER", "first_whiteners", "followed", "new_whiteners", "of_matrices"]
 
 WHITENER = "whitener"
-"""The kind of these arrays in ``state.arrays``: one for each matrix, and one without elements for each other tensor."""
+"""The kind of the whiteners in ``state.arrays``, with one array per tensor; it is empty if the tensor is no matrix."""
 
 _SENT = Cast("bfloat16")
-"""Rounding gives a slightly different whitener, which is no error: all ranks hold the same one."""
+"""Rounding changes a whitener slightly, but causes no error, since all ranks hold the same rounded one."""
 
 
 def first_whiteners(params: Sequence[Array], exact: Sequence[bool], mean: OwnedMean) -> tuple[Array, ...]:
-    """Return the identity for each matrix."""
+    """Return the first whiteners: the identity for each matrix, and an empty array for each other tensor."""
     found = []
     number = itertools.count()
     for p, is_exact in zip(params, exact, strict=True):
@@ -54,9 +54,9 @@ def of_matrices(state: OptimizerState) -> tuple[Array, ...]:
 
 
 def new_whiteners(state: OptimizerState, mean: OwnedMean) -> AveragePart:
-    """Ask for new whiteners: the owner of a matrix makes one from its momentum, and sends it to all.
+    """Ask for new whiteners: the owner of a matrix makes one from the momentum, and sends it to all ranks.
 
-    The means of the tensors are followed by the new entry of each tensor in ``state.arrays``.
+    In `Means.values`, the new whiteners of all tensors follow the means of the tensors.
     """
     count = len(state.names)
     momenta = state.exchange._replace(worker=())
@@ -66,7 +66,7 @@ def new_whiteners(state: OptimizerState, mean: OwnedMean) -> AveragePart:
 
 
 def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], mean: OwnedMean) -> MeanState:
-    """Return the state with worker residuals converted from the old whiteners to the new ones."""
+    """Return the state with worker residuals converted from the old whiteners to the new whiteners."""
     shapes = itertools.starmap(mean.rule.sides, enumerate(exchange.shapes))
     worker = [
         whitened(unwhitened(owed, before, shape), after, shape)
@@ -77,7 +77,7 @@ def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], me
 
 @dataclass(frozen=True, kw_only=True)
 class _FromOwners(SeparableMean):
-    """In place of a mean of whiteners, the new ones, as the owners of the matrices send them to all ranks."""
+    """Returns new whiteners, which the owners of the matrices send to all ranks, where other classes return a mean."""
 
     compressor: Cast = _SENT
     feedback: bool = False
@@ -104,7 +104,7 @@ class _FromOwners(SeparableMean):
         return Computation([self._stages(tensors, state)], finish)
 
     def _stages(self, before: Sequence[Array], state: MeanState) -> Stages[Averaged]:
-        """Make the whiteners of the matrices that this rank owns, and send them to all, in one message."""
+        """Make the whiteners of the matrices that this rank owns, and send them to all ranks in one message."""
         after, matrices = list(before), [i for i, is_exact in enumerate(self.exact) if not is_exact]
         if not matrices:
             return Averaged(after, (), ())

@@ -1,10 +1,17 @@
-"""0/1 Adam: one bit per element in some steps, nothing in the others.
+"""`ZeroOneAdam`: 0/1 Adam, which sends one bit per element in some steps, and nothing in the others.
 
-In the stage "local", while the ranks are apart, ``arrays`` holds "anchor", the parameters of the last synchronisation,
-and "pending", the sums of this rank's weighted momenta since then. ``numbers`` holds "updates", the number of updates
-of the variance; "frozen", the step in which it was frozen, or 0; "synced", the step of the last synchronisation;
-"rates" and "weights", the sums of learning rates and of weights since then; and in the stage "local" the `_Sums` of
-each tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
+In the stage "local", the ranks have different parameters, and ``arrays`` holds:
+
+- "anchor": the parameters of the last synchronisation.
+- "pending": the sums of this rank's weighted momenta since the last synchronisation.
+
+``numbers`` holds:
+
+- "updates": the number of updates of the variance.
+- "frozen": the step in which the variance was frozen, or 0.
+- "synced": the step of the last synchronisation.
+- "rates" and "weights": the sums of learning rates and of weights since the last synchronisation.
+- In the stage "local", the `_Sums` of each tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
 """
 
 import math
@@ -50,7 +57,7 @@ class Rounds(NamedTuple):
     exact: int
     """Steps that average the gradient exactly, for the variance."""
     compressed: int
-    """Steps that average the sum of the momenta with compression; a step may do both."""
+    """Steps that average the sum of the momenta with compression. A step may be both exact and compressed."""
     silent: int
     """Steps that send nothing."""
 
@@ -59,14 +66,14 @@ class _Plan(NamedTuple):
     """The exchanges of a step."""
 
     exact: bool
-    """The exact mean of the gradients."""
+    """Whether the step averages the gradients exactly."""
     compressed: bool
-    """The compressed mean of the sums of the momenta."""
+    """Whether the step averages the sums of the momenta with compression."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneAdam(Optimizer):
-    """0/1 Adam: updates the variance ever more rarely, and makes local steps between synchronisations.
+    """0/1 Adam: it updates the variance ever more rarely, and makes local steps between synchronisations.
 
     Parameters
     ----------
@@ -103,38 +110,39 @@ class ZeroOneAdam(Optimizer):
     averaging : Averaging, default Averaging()
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything. Exact tensors too are averaged only when the ranks synchronise.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
+        exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     variance_steps : callable, default DoublingIntervals(16)
-        Returns whether a step, counted from 1, updates the variance with the exact mean gradient. It must be true for
-        step 1.
+        Says whether a step, counted from 1, updates the variance with the exact mean gradient: a function of the step,
+        which must be true for step 1.
     sync_steps : callable, default LocalSteps()
-        Returns whether a step synchronises the ranks with compression. Steps are counted from 1 after the freeze, or
-        without ``freeze`` from the first step.
+        Says whether a step synchronises the ranks with compression: a function of the step, which is counted from 1
+        after the freeze, or without ``freeze`` from the first step.
     freeze : int or FreezeRule, optional
         The last step that may change the variance, or a rule such as `VarianceStable`; until then every step
         synchronises. None, the default, never stops updating the variance.
     variance_floor : float, default 1e-3
         From the first compressed step on, the variance of an element of a compressed tensor is at least this fraction
-        of the tensor's mean, from 0 to 1. Elements with a variance of zero keep it. 0 is the algorithm as published,
-        which destroys networks in which some units are hardly ever active.
+        of the tensor's mean, from 0 to 1. Variances of zero stay zero. 0 is the algorithm as published, which destroys
+        networks in which some units are hardly ever active.
 
     Notes
     -----
     Between two synchronisations rank i computes from its own gradient g_i: m_i' = b1 m_i + (1 - b1) g_i, x_i' = x_i - w
     m_i' / (sqrt(v) + eps) and u_i' = u_i + w m_i' with w = rate / (1 - b1^t). A synchronising step does the same and
     then computes s, the compressed mean of u_i with feedback on workers and servers: m = s / sum of w, x = x of the
-    last synchronisation - s / (sqrt(v) + eps), u_i = 0. After it all ranks hold the same parameters and momentum, bit
-    for bit; in between they differ and send nothing. A step in ``variance_steps`` is a step of exact Adam if the ranks
-    are in sync; otherwise it synchronises them, with the new variance. After the first compressed step such a step
-    divides by the variance with its floor, since the momentum still contains compressed values. The bias correction of
-    v counts the updates of v. Weight decay acts on the local x, and at a synchronisation on the last common x with the
-    sum of the rates. Elements with v = 0 do not move, as in `OneBitAdam`. The settings of a group may change in any
-    step; each step counts with its own settings.
+    last synchronisation - s / (sqrt(v) + eps), u_i = 0. After a synchronisation all ranks hold the same parameters and
+    momentum, bit for bit. Between synchronisations these differ, and the ranks send nothing. A step in
+    ``variance_steps`` is a step of exact Adam if the ranks are in sync; otherwise it synchronises them, with the new
+    variance. After the first compressed step, a step in ``variance_steps`` divides by the variance with its floor,
+    since the momentum still contains compressed values. The bias correction of v counts the updates of v. Weight decay
+    acts on the local x, and at a synchronisation on the last common x with the sum of the rates. Elements with v = 0 do
+    not move, as in `OneBitAdam`. The settings of a group may change in any step. The sums contain each step with the
+    settings of that step.
 
     A compressed step sends 2 (N - 1) / N times 1 bit per parameter and 32 bits per bucket, an exact step 2 (N - 1) / N
     times 32 bits per parameter; `rounds` counts both. Between synchronisations the state holds two more arrays of the
@@ -143,9 +151,9 @@ class ZeroOneAdam(Optimizer):
     A rank cannot report a non-finite gradient before the next synchronisation. There all ranks raise an error that
     names the steps since the last synchronisation, whose parameters are in ``arrays["anchor"]``. With
     ``nonfinite="skip"`` a rank in a local step repeats its momentum instead of using such a gradient, and only this
-    rank counts the step as skipped; all ranks skip steps that send. With ``clip_norm`` a rank clips by its own norm in
-    a step that sends nothing. A step with a rate of 0 changes nothing while the ranks are in sync. Source: Lu et al.,
-    ICLR 2023, algorithm 1.
+    rank counts the step as skipped. A step that sends is skipped by all ranks. With ``clip_norm`` a rank clips by its
+    own norm in a step that sends nothing. A step with a rate of 0 changes nothing while the ranks are in sync. Source:
+    Lu et al., ICLR 2023, algorithm 1.
 
     Examples
     --------
@@ -214,7 +222,7 @@ class ZeroOneAdam(Optimizer):
         return self.compression.choose(state._replace(numbers=numbers), params, type(self).__name__)
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return the state of the warm-up, or one with residuals of zero and, if local, room for local steps."""
+        """Return the state with which a stage begins: with residuals of zero, unless it is the warm-up."""
         if stage not in ("compressed", "local"):
             if stage == state.stage and not self.variance_steps(state.step + 1):
                 raise ValueError(
@@ -227,12 +235,12 @@ class ZeroOneAdam(Optimizer):
         return self._with_room(state) if stage == "local" else state
 
     def after_adam(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after some steps of `Adam`, each of which has updated the variance.
+        """Return the state that continues from some steps of `Adam`, each of which has updated the variance.
 
         Parameters
         ----------
         state : OptimizerState
-            A first state, with the count of these steps and the moments after them.
+            A first state, with the count of these steps, and the moments after the last of them.
         """
         step = float(state.step)
         counted = {"updates": step, "synced": step, **as_updates(state)}
@@ -240,7 +248,7 @@ class ZeroOneAdam(Optimizer):
         return self._observed(state) if state.step else state
 
     def rounds(self, steps: int) -> Rounds:
-        """Return how many of the first steps are exact, compressed and silent, if all rates are above 0.
+        """Return how many of the first steps are exact, compressed and silent, if all learning rates are above 0.
 
         Parameters
         ----------
@@ -273,7 +281,7 @@ class ZeroOneAdam(Optimizer):
             return self.adam.prepare(grads, state._replace(stage="warmup"), scale=scale)
         tensors, betas = as_tensors(grads, "grads"), self.adam.betas_of(state)
         blends = [Blend(m, beta1, scale) for m, (beta1, _) in zip(state.momentum, betas, strict=True)]
-        if plan.compressed and state.stage != "local":  # each sum is one weighted momentum
+        if plan.compressed and state.stage != "local":  # so each sum is one weighted momentum
             weights = [weight for _, weight, _ in self._added(state)]
             blends = [b._replace(weight=weight) for b, weight in zip(blends, weights, strict=True)]
             average = self.compression.average(tensors, state, self.key(state), blends)
@@ -331,7 +339,7 @@ class ZeroOneAdam(Optimizer):
         )
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
-        """Return the state after the freeze rule has seen a step with an exchange, ready for the next exchange."""
+        """Return the state after the freeze rule has been asked, if the step had an exchange."""
         return self._observed(state) if any(self._plan(before)) else state
 
     def stages(
@@ -343,7 +351,7 @@ class ZeroOneAdam(Optimizer):
         donate: bool = False,
         left_out: Collection[int] = (),
     ) -> Stages[tuple[Any, OptimizerState]]:
-        """Make one step as a generator of pure stages; in a step that sends nothing it yields nothing."""
+        """Make one step as a generator of pure stages, which yields nothing in a step that sends nothing."""
         try:
             return (yield from super().stages(params, grads, state, donate=donate, left_out=left_out))
         except NonFiniteError as error:
@@ -418,13 +426,13 @@ class ZeroOneAdam(Optimizer):
         return _Plan(exact=False, compressed=waits or self.sync_steps(step - frozen))
 
     def _observed(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after the freeze rule has seen this step, ready for the exchange of the next step."""
+        """Return the state after the freeze rule has been asked, in the stage that the next step needs."""
         if self.freeze is not None and not state.numbers["frozen"]:
             counts = own_counts(state, state.numbers["updates"], "updates")
             betas, rising = self.adam.betas_of(state), rate_rises(self, state)
             verdict = self._policy.asked(state, betas, counts, rising=rising)
             state = state._replace(history=verdict.history)
-            if verdict.frozen:  # a variance with a floor keeps its floor
+            if verdict.frozen:  # the frozen variance keeps its floor
                 numbers = {**state.numbers, "frozen": float(state.step)}
                 state = state._replace(variance=tuple(self._divisor(state)), history=(), numbers=numbers)
         frozen = int(state.numbers["frozen"])
@@ -438,7 +446,7 @@ class ZeroOneAdam(Optimizer):
         return state
 
     def clip_scale(self, grads: Sequence[Array], state: OptimizerState) -> Stages[float]:
-        """Return the factor of `Optimizer.clip_scale`; in a step that sends nothing, from this rank's own norm."""
+        """Return the factor as `Optimizer.clip_scale` does; in a step that sends nothing, from this rank's own norm."""
         if any(self._plan(state)):
             return (yield from super().clip_scale(grads, state))
         assert self.clip_norm is not None
@@ -455,7 +463,7 @@ class ZeroOneAdam(Optimizer):
         warmup = state.stage == "warmup"  # a freeze ends it
         updates = until_now._replace(least=0 if warmup else 1)
         frozen = until_now._replace(most=0 if warmup else state.step)
-        # Sums over this rank's local steps; the next synchronisation divides by them.
+        # Sums over this rank's local steps are above 0, since the next synchronisation divides by them.
         sums = Number(least=math.ulp(0.0) if state.stage == "local" else 0)
         limits = {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
         if state.stage == "local":
@@ -464,7 +472,7 @@ class ZeroOneAdam(Optimizer):
         return limits
 
     def _with_room(self, state: OptimizerState) -> OptimizerState:
-        """Return a state with arrays and numbers of the stage "local", for their shapes and names."""
+        """Return a state with the arrays and numbers of the stage "local"; only their shapes and names matter."""
         nothing = [_Sums(0.0, 0.0, 0.0)] * len(state.names)
         return state._replace(
             arrays={"anchor": state.momentum, "pending": state.momentum},
@@ -532,7 +540,7 @@ class ZeroOneAdam(Optimizer):
         )
 
     def _divisor(self, state: OptimizerState) -> Sequence[Array]:
-        """Return the bias-corrected variance to divide by; a frozen one is corrected already."""
+        """Return the bias-corrected variance to divide by; a frozen variance is already corrected."""
         if state.numbers["frozen"]:
             return state.variance
         counts = own_counts(state, state.numbers["updates"], "updates")
@@ -547,7 +555,7 @@ class ZeroOneAdam(Optimizer):
         ]
 
     def _numbers_after(self, state: OptimizerState) -> dict[str, float]:
-        """Return the numbers with the next step in the sums."""
+        """Return the numbers of the state, with the next step added to the sums."""
         return {
             **state.numbers,
             "rates": state.numbers["rates"] + self.rate(state),
@@ -557,7 +565,7 @@ class ZeroOneAdam(Optimizer):
         }
 
     def _added(self, state: OptimizerState) -> list[tuple[bool, float, "_Sums"]]:
-        """Return, for each tensor, whether the next step starts its sums, its weight in them, and the sums after it."""
+        """Return for each tensor whether the next step starts its sums, the step's weight in them, and the new sums."""
         rate, of_groups = self.rate(state), group_of_each(tuple(self.groups), state.names)
         corrections = bias_corrections(self.adam.betas_of(state), 0, own_counts(state, state.step + 1))
         settings = zip(corrections, of_groups, self.weight_decays(state), strict=True)
@@ -568,14 +576,14 @@ class ZeroOneAdam(Optimizer):
         ]
 
     def _located(self, error: NonFiniteError, state: OptimizerState, step: int) -> NonFiniteError:
-        """Return the error with the steps that may have caused it."""
+        """Return the error with the steps added that may have caused it."""
         first = int(state.numbers["synced"]) + 1
         steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
         return NonFiniteError(f"{error}, in {steps}")
 
 
 class _Sums(NamedTuple):
-    """A tensor's own sums since the last synchronisation; tensors differ, as groups may change settings meanwhile."""
+    """The sums of one tensor since the last synchronisation. Tensors differ, since groups may have changed settings."""
 
     factor: float
     """The learning rate factor by which "pending" is to be multiplied."""
@@ -585,7 +593,7 @@ class _Sums(NamedTuple):
     """The sum of learning rate times weight decay."""
 
     def step_numbers(self, rates: float, weights: float, eps: float) -> StepNumbers:
-        """Return the numbers that multiply the mean momentum by factor and weight, and the parameters by the decay."""
+        """Return the numbers of a step: ``factor`` and ``weight`` for the momentum, ``decay`` for the parameters."""
         rate = rates * self.factor * (self.weight / weights)
         return StepNumbers(rate, rates / weights, eps, self.decay / rate if rate else 0.0)
 

@@ -1,4 +1,4 @@
-"""The asynchronous outer loop: a round closes with the contributions at hand, and no rank waits for another."""
+"""`Asynchronous`: an outer loop in which no rank waits: a round closes with the contributions that have arrived."""
 
 import json
 import math
@@ -56,13 +56,13 @@ __all__ = ["Asynchronous"]
 class Asynchronous:
     """An outer loop in which no rank waits: a round closes with the outer gradients that have arrived.
 
-    Ranks need no connections to each other, and no list of participants. After ``every`` inner steps, each leaves its
-    compressed outer gradient in a mailbox, and goes on. Once ``quorum`` ranks have done so and ``grace`` seconds have
-    passed, the first rank that looks closes the round: it makes a file that names the round's contributions. Each rank
-    applies the closed rounds in order when it next looks, so after the same round all ranks hold the same shared
-    parameters, bit for bit. A contribution that comes too late for a round counts in the next one. A rank that dies
-    delays each of the next ``max_age + 1`` rounds by at most ``grace``; a rank that joins begins with the current
-    shared parameters.
+    Ranks need no connections to each other, and no list of participants. After ``every`` inner steps, each rank leaves
+    its compressed outer gradient in a mailbox, and goes on. Once ``quorum`` ranks have done so and ``grace`` seconds
+    have passed, the first rank that looks at the mailbox closes the round: it writes a file that names the round's
+    contributions. Each rank applies the closed rounds in order when it next looks, so after the same round all ranks
+    hold the same shared parameters, bit for bit. A contribution that comes too late for a round counts in the next one.
+    A rank that dies delays each of the next ``max_age + 1`` rounds by at most ``grace``; a rank that joins begins with
+    the current shared parameters.
 
     Parameters
     ----------
@@ -73,11 +73,11 @@ class Asynchronous:
     quorum : int
         How many ranks must contribute before a round closes, at least 1. Required.
     grace : float, default 10
-        Seconds between a quorum and the closing of the round, for contributions beyond the quorum; training goes on
-        meanwhile. No wait if all ranks of the last rounds have contributed.
+        Seconds from a quorum to the closing of the round, in which further contributions may arrive; training goes on
+        meanwhile. If all ranks of the last rounds have contributed, the round closes at once.
     max_age : int, default 2
-        The most rounds that may close between the sending of a contribution and the round that merges it. After more
-        rounds, the contribution is void, and its rank sends its inner steps again, in the next contribution.
+        The most rounds that may close after a contribution is sent and before it is merged. After more rounds, the
+        contribution is void, and its rank sends the same inner steps again, in the next contribution.
     snapshot : int, default 10
         Number of rounds after which the shared parameters are written to the mailbox again, for ranks that join, and
         for ranks that have not looked for as many rounds.
@@ -85,7 +85,7 @@ class Asynchronous:
         Seconds between a rank's looks at the mailbox. A look reads a file and lists a folder.
     timeout : float, default 3600
         Seconds after which a step raises if no round has merged this rank's contribution, for instance because fewer
-        ranks than the quorum are alive. Must exceed the time that the ``quorum`` fastest ranks need for ``every``
+        ranks than the quorum are alive. It must exceed the time that the ``quorum`` fastest ranks need for ``every``
         steps.
 
     Raises
@@ -96,19 +96,19 @@ class Asynchronous:
 
     Notes
     -----
-    Let x be the shared parameters after round v, u a rank's last contribution, and w its inner steps since then: the
-    rank's parameters are x - u - w, or x - w once a round has merged u. So every round that a rank applies moves its
-    parameters, and no inner step is lost or counted twice: on each rank the inner steps add up to w, plus the
-    residual, plus the payload in the mailbox, plus the payloads that rounds have merged (with decay and scale 1, and
-    up to the rounding of the parameters). A round with payloads C_i and weights t_i computes D = sum_i t_i C_i / sum_i
-    t_i and x' = outer(x, D). Late payloads keep their weight up to ``max_age``.
+    Let x be the shared parameters after round v, u a rank's last contribution, and w its inner steps since then. The
+    rank's parameters are x - u - w before a round merges u, and x - w afterwards. So every round that a rank applies
+    moves its parameters, and no inner step is lost or counted twice: on each rank the inner steps add up to w, plus the
+    residual, plus the payload in the mailbox, plus the payloads that rounds have merged (with decay and scale 1, and up
+    to the rounding of the parameters). A round with payloads C_i and weights t_i computes D = sum_i t_i C_i / sum_i t_i
+    and x' = outer(x, D). Late payloads keep their weight up to ``max_age``.
 
     For each tensor, a contribution holds an uncompressed head of about 100 bytes, and the payload. Every rank reads the
     contributions of all others: N - 1 in a round. The rank that closes every ``snapshot``-th round writes the shared
     parameters and outer moments, 4 bytes per element each. A state holds the shared parameters, outer moments and
     residuals, and one more copy of the parameters; while a contribution is under way, two more. If a rank dies, its
-    steps since its last contribution are lost, and so is its residual. Source: the quorum, the grace window and merging
-    by tokens are those of Decoupled DiLoCo (arXiv 2604.21428), which has a central syncer instead of a mailbox.
+    steps since its last contribution are lost, and so is its residual. Source: Decoupled DiLoCo (arXiv 2604.21428) for
+    the quorum, the grace window and merging by tokens; there, a central syncer replaces the mailbox.
 
     Examples
     --------
@@ -166,7 +166,7 @@ class Asynchronous:
     def begin(
         self, params: Any, mailbox: Mailbox, names: Sequence[str] | None = None, *, rank: int | None = None
     ) -> tuple[Any, AsynchronousState]:
-        """Return the parameters and the state from which this rank begins, or joins; waits for no other rank.
+        """Return the parameters and the state from which this rank begins, or joins, without waiting for other ranks.
 
         Parameters
         ----------
@@ -200,7 +200,7 @@ class Asynchronous:
     def begin_requests(
         self, params: Any, now: float, names: Sequence[str] | None = None, *, rank: int | None = None
     ) -> Requests[tuple[Any, AsynchronousState]]:
-        """Do what `begin` does as a generator of requests to a mailbox.
+        """`begin` as a generator of requests to a mailbox.
 
         Parameters
         ----------
@@ -257,19 +257,19 @@ class Asynchronous:
             As for `begin`.
         weight : float, optional
             How much this step counts in the mean, such as its number of tokens: finite and >= 0. Either all ranks pass
-            a weight in every step, or none ever does, and each step counts 1.
+            a weight in every step, or no rank ever does; then each step counts 1.
 
         Returns
         -------
         params : array or list of arrays
             The parameters from which the next inner step begins, in new arrays.
         state : AsynchronousState
-            The next call of `step` or `exchange` puts a contribution that is due into the mailbox.
+            If a contribution is due, the next call of `step` or `exchange` puts it into the mailbox.
 
         Raises
         ------
         NonFiniteError
-            Only on this rank, if its outer gradient is not finite; nothing is sent.
+            Only on this rank, if its outer gradient is not finite. Nothing is sent then.
         CommunicatorError
             If the mailbox cannot be used, or no round merges this rank's contribution within ``timeout``. Whatever is
             raised, the parameters and the state passed in are still valid.
@@ -281,7 +281,7 @@ class Asynchronous:
     def step_requests(
         self, params: Any, state: AsynchronousState, now: float, *, weight: float | None = None
     ) -> Requests[tuple[Any, AsynchronousState]]:
-        """Do what `step` does as a generator of requests to a mailbox.
+        """`step` as a generator of requests to a mailbox.
 
         Parameters
         ----------
@@ -312,7 +312,7 @@ class Asynchronous:
     def exchange(
         self, params: Any, state: AsynchronousState, mailbox: Mailbox
     ) -> tuple[Any, AsynchronousState]:
-        """Do what `step` does without counting an inner step: to send at once, or after the last step.
+        """Do what `step` does, but count no inner step: to send at once, or after the last step.
 
         Parameters
         ----------
@@ -324,7 +324,7 @@ class Asynchronous:
     def exchange_requests(
         self, params: Any, state: AsynchronousState, now: float
     ) -> Requests[tuple[Any, AsynchronousState]]:
-        """Do what `exchange` does as a generator of requests to a mailbox.
+        """`exchange` as a generator of requests to a mailbox.
 
         Parameters
         ----------
@@ -376,7 +376,7 @@ class Asynchronous:
         return self.loop.shared(params, state.shared)
 
     def _initial(self, tensors: Sequence[Array], names: tuple[str, ...]) -> OptimizerState:
-        """Return the state that ranks share before the first round, from the parameters."""
+        """Return the state, made from the parameters, that ranks share before the first round."""
         state = self.loop.initial_state(tensors, names, 0, 1)
         require_matches("groups", patterns_of(self.loop.moves()[0]), names)
         return state._replace(
@@ -397,11 +397,11 @@ class Asynchronous:
     def _newest(
         self, like: OptimizerState, facts: Mapping[str, Any] | None, above: int
     ) -> Requests[SharedSnapshot | None]:
-        """Return the newest snapshot after round ``above``; None if there is none, or it cannot be read yet."""
+        """Return the newest snapshot, if it is from after round ``above`` and can be read yet; else None."""
         last = above
         while True:
             number = max(numbers_of((yield Names(SHARED))), default=above)
-            if number <= last:  # there is no newer one for which it could have been deleted
+            if number <= last:  # there is no newer snapshot for which it was deleted
                 return None
             last = number
             data = yield Read(f"{SHARED}/{number}")
@@ -429,7 +429,7 @@ class Asynchronous:
         return state
 
     def _next(self, state: AsynchronousState) -> Requests[AsynchronousState | None]:
-        """Return the state after the next round, or after a snapshot's round; None if neither can be read yet."""
+        """Return the state after the next round, or after the round of a snapshot; None if neither can be read yet."""
         data = yield Read(f"{ROUNDS}/{state.version + 1}")
         if data is None:
             return None
@@ -437,14 +437,14 @@ class Asynchronous:
         contributions = []
         for name in names:
             found = yield Read(name.path)
-            if found is None:  # deleted, if this rank has not looked for many rounds; or not whole
+            if found is None:  # not complete yet, or deleted if this rank has not looked for many rounds
                 snapshot = yield from self._newest(state.shared, None, above=state.version)
                 return None if snapshot is None else self._jumped(state, snapshot)
             contributions.append(Contribution.from_bytes(found, state.shared.arrays[ANCHOR][0]))
         return self._applied(state, names, contributions)
 
     def _accepted(self, data: bytes, state: AsynchronousState) -> list[Sending]:
-        """Return the contributions that a closed round names; raise CommunicatorError if it may not merge them."""
+        """Return the contributions that a closed round names; raise CommunicatorError if it must not merge them."""
         try:
             names = [Sending(*map(int, each)) for each in from_json(data)]
         except (TypeError, ValueError):
@@ -484,7 +484,7 @@ class Asynchronous:
         return state
 
     def _save(self, state: AsynchronousState) -> Requests[None]:
-        """Write the shared parameters; delete files that only ranks more than a snapshot behind could need."""
+        """Write a snapshot, and delete files that only ranks more than ``snapshot`` rounds behind could need."""
         content = SharedSnapshot(state.facts, state.is_weighted, state.counted, state.shared).to_bytes()
         yield Create(f"{SHARED}/{state.version}", content)
         oldest = state.version - self.snapshot
@@ -516,7 +516,7 @@ class Asynchronous:
     def _applied(
         self, state: AsynchronousState, names: Sequence[Sending], contributions: Sequence[Contribution]
     ) -> AsynchronousState:
-        """Return the state after a round of these contributions."""
+        """Return the state after a round that merges these contributions."""
         shared, number = state.shared, state.version + 1
         if {each.is_weighted for each in contributions} != {contributions[0].is_weighted} or (
             state.is_weighted not in (None, contributions[0].is_weighted)
@@ -546,7 +546,7 @@ class Asynchronous:
         )
 
     def _jumped(self, state: AsynchronousState, snapshot: SharedSnapshot) -> AsynchronousState:
-        """Return the state after the round of a snapshot."""
+        """Return the state after the round in which a snapshot was written."""
         after = state._replace(
             shared=snapshot.shared, counted=snapshot.counted, members=(), is_weighted=snapshot.is_weighted
         )
@@ -589,7 +589,7 @@ class Asynchronous:
     ) -> tuple[Any, AsynchronousState]:
         """Return this rank's parameters: the shared ones, minus its inner steps that no round has merged.
 
-        Half precision rounds them; `start` is adjusted, so that rounding does not count as an inner step.
+        Half precision rounds these parameters. `start` is adjusted, so that rounding does not count as an inner step.
         """
         new, start = [], []
         for i, (p, x, w) in enumerate(zip(tensors, state.shared.arrays[ANCHOR], moved, strict=True)):

@@ -17,13 +17,13 @@ class Outgoing(NamedTuple):
     name: Sending
     data: bytes
     moved: tuple[Array, ...]
-    """How far inner steps moved this rank's parameters for it."""
+    """How far the inner steps in the contribution moved this rank's parameters."""
     owed: tuple[Array, ...]
-    """The residuals that this rank keeps once a round has merged it."""
+    """The residuals that this rank keeps once a round has merged the contribution."""
     weight: float
     steps: int
     is_there: bool = False
-    """Whether the mailbox has it."""
+    """Whether the contribution is in the mailbox."""
 
 
 class AsynchronousState(NamedTuple):
@@ -34,13 +34,13 @@ class AsynchronousState(NamedTuple):
     rank : int
         The number of this rank.
     shared : OptimizerState
-        The shared parameters and outer moments after round `version`, the same on all ranks that have applied it.
+        The shared parameters and outer moments after round `version`, equal on all ranks that have applied this round.
     facts : mapping
         The facts that must be equal on all ranks.
     start : tuple of arrays
-        Where this rank's parameters would be, had they not moved since its last contribution.
+        Where this rank's parameters would be without its inner steps since its last contribution.
     owed : tuple of arrays
-        The residual of each compressed tensor, empty for the others.
+        The residual of each compressed tensor, and an empty array for each other tensor.
     sent : object or None
         The contribution that no round has merged yet.
     number : int
@@ -48,7 +48,7 @@ class AsynchronousState(NamedTuple):
     step, since : int
         Inner steps of this rank: in total, and since its last contribution.
     weight : float
-        The sum of the weights of the steps since then.
+        The sum of the weights of the inner steps since the last contribution.
     is_weighted : bool or None
         Whether the ranks give weights; None before the first step.
     counted : mapping of int to pair of int
@@ -56,8 +56,8 @@ class AsynchronousState(NamedTuple):
     members : tuple of Member
         The contributions that the last round has merged, each with its rank, number, age in rounds and weight.
     quorum_since, progress, looked : float
-        Times on the mailbox's clock, in seconds: when this rank first saw the present quorum, or None; when it last
-        applied a round or sent a contribution; when it last looked at the mailbox.
+        Seconds on the mailbox's clock when this rank first saw the present quorum (or None), when it last applied a
+        round or sent a contribution, and when it last looked at the mailbox.
     """
 
     rank: int
@@ -86,7 +86,7 @@ class AsynchronousState(NamedTuple):
 def settled(state: AsynchronousState, max_age: int) -> AsynchronousState:
     """Return the state without its contribution if a round has merged it, or if it is too old for any round.
 
-    A contribution that is too old is taken back: its residual was never applied, and its inner steps count as new.
+    A contribution that is too old is taken back: the residual from before it stays, and its inner steps count as new.
     """
     sent = state.sent
     if sent is None:

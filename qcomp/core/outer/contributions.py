@@ -23,7 +23,7 @@ __all__ = ["compressed", "means_of"]
 def compressed(
     loop: OuterLoop, moved: Sequence[Array], state: AsynchronousState
 ) -> tuple[tuple[Payload, ...], tuple[Array, ...]]:
-    """Return the payloads of a rank's inner steps, and the residuals that it keeps once a round has merged them."""
+    """Return the payloads of a rank's inner steps, and the residuals to keep once a round has merged the payloads."""
     shared = state.shared
     mean = loop.mean_of(shared)
     assert isinstance(mean, TensorwiseMean)
@@ -56,7 +56,7 @@ def compressed(
 def means_of(
     loop: OuterLoop, shared: OptimizerState, contributions: Sequence[Contribution]
 ) -> tuple[Array, ...]:
-    """Return the weighted mean of some contributions, added in their order."""
+    """Return the weighted mean of some contributions, which are added in their order."""
     weights = [each.weight for each in contributions]
     factors = [factor_of(weight, weights) for weight in weights]
     means = []
@@ -76,7 +76,7 @@ def means_of(
 
 
 def _compressors(loop: OuterLoop, shared: OptimizerState) -> list[Compressor]:
-    """Return the compressor of each tensor, for its shape."""
+    """Return each tensor's compressor, which may depend on the tensor's shape."""
     shapes = [tuple(x.shape) for x in shared.arrays[ANCHOR]]
     compressed = [shape for shape, exact in zip(shapes, shared.exact, strict=True) if not exact]
     chosen = iter(loop.mean_of(shared).compressors_of(compressed) if compressed else ())
@@ -91,7 +91,10 @@ def _weighted_mean(
     *,
     counts_senders: bool,
 ) -> Array:
-    """Return the mean of decompressed payloads times factors; over an element's senders with ``counts_senders``."""
+    """Return the mean of decompressed payloads times factors.
+
+    With ``counts_senders``, each element is divided by the number of ranks that sent it, if the compressor is sparse.
+    """
     xp = array_namespace(like)
     total, senders = xp.zeros_like(like), xp.zeros_like(like)
     for payload, factor in zip(payloads, factors, strict=True):

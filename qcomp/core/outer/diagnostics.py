@@ -1,4 +1,4 @@
-"""Diagnostics of an outer loop in a run: how far the ranks drift apart, and what compression does to their mean."""
+"""`OuterDiagnostics`: measures in a run how far ranks drift apart, and what compression does to their mean."""
 
 import copy
 import math
@@ -36,14 +36,15 @@ class OuterDiagnostics:
     Parameters
     ----------
     loop : OuterLoop
-        The loop whose steps are measured. An exchange runs when its result is applied, not earlier as in `Overlapped`.
+        The loop whose steps are measured. An exchange runs when its result is applied, and not earlier as in
+        `Overlapped`.
     sample : int
         The largest number of elements to sample from a fragment, equally spaced: from its compressed tensors, or from
         its exact tensors if none are compressed.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 * sample bytes in a step that exchanges, and 48 bytes to every rank.
+    A step that exchanges sends 2 (N - 1) / N * 4 * sample bytes more, and 48 bytes to every rank.
 
     Examples
     --------
@@ -72,7 +73,7 @@ class OuterDiagnostics:
     def step(
         self, params: Any, state: OptimizerState, comm: Transport
     ) -> tuple[Any, OptimizerState, dict[str, float]]:
-        """Do what `OuterLoop.step` does, and also return the report.
+        """Make a step as `OuterLoop.step` does, and also return the report.
 
         Parameters
         ----------
@@ -89,7 +90,7 @@ class OuterDiagnostics:
     def stages(
         self, params: Any, state: OptimizerState
     ) -> Stages[tuple[Any, OptimizerState, dict[str, float]]]:
-        """Do what `step` does as a generator of pure stages.
+        """`step` as a generator of pure stages.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Functions that cut a fragment's part out of a state for an exchange, and put it back afterwards."""
+"""`take`, which cuts a fragment's part out of a state for an exchange, and `put`, which puts it back afterwards."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def take(state: OptimizerState, members: tuple[int, ...], compression: Compressing) -> OptimizerState:
-    """Return a state of only some tensors: their names, choices, moments, residuals, and arrays of every kind.
+    """Return a state of only some tensors: their names, compressors, moments, residuals, and arrays of every kind.
 
     The numbers of the tensors ascend, and the mean of ``compression`` cuts each tensor separately.
     """
@@ -67,7 +67,7 @@ def _mean(compression: Compressing, state: OptimizerState) -> TensorwiseMean:
     return mean
 
 
-@lru_cache(256)  # the same object each time, since a mean caches its layouts under it
+@lru_cache(256)  # the same object each time, since a mean caches its layouts under this object
 def _compressors(compressors: tuple[Compressor, ...], own: tuple[int, ...]) -> tuple[Compressor, ...]:
     return tuple(compressors[i] for i in own) if compressors else ()
 

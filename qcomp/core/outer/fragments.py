@@ -1,4 +1,4 @@
-"""Which tensors an outer loop exchanges together, and in which inner steps: pure integers."""
+"""Decides, from sizes and step numbers, which tensors an outer loop exchanges together, and after which inner steps."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _STAGE = re.compile(rf"{_UNDER_WAY}\d{{1,16}}@\d{{1,16}}(,\d{{1,16}}@\d{{1,16}})
 
 
 def assign(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Assign whole tensors of these sizes to ``count`` fragments: the largest first, each to the smallest fragment.
+    """Assign whole tensors to ``count`` fragments: the largest tensor first, each tensor to the smallest fragment.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def _assign(sizes: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def first_step(fragment: int, every: int, count: int) -> int:
-    """Return the local step after which a fragment is first sent: turns are equally spaced, the last at ``every``."""
+    """Return the local step after which a fragment is first sent; turns are equally spaced, the last at ``every``."""
     return (fragment + 1) * every // count
 
 
@@ -55,7 +55,7 @@ def due(step: int, every: int, count: int) -> int | None:
 
 
 def stage_of(sent: Mapping[int, int]) -> str:
-    """Return the stage in which these fragments are under way, given the step after which each was sent.
+    """Return the stage in which these fragments are under way; ``sent`` has the step after which each was sent.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Averages of inner optimizers' states in an outer loop: each kind, such as a moment, has its own period."""
+"""`InnerStates`: averages inner optimizers' states in an outer loop, each kind of state with a period of its own."""
 
 import json
 from collections.abc import Mapping, Sequence, Set
@@ -27,7 +27,7 @@ from qcomp.core.state import OptimizerState
 __all__ = ["InnerStates"]
 
 States = Mapping[str, Sequence[Array | None]]
-"""For each kind, such as "exp_avg", one array per parameter; None where the optimizer has none."""
+"""For each kind, such as "exp_avg", one array per parameter; None if the optimizer has no state for the parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,21 @@ class InnerStates:
 
     An outer loop averages only parameters. This class averages the states that inner optimizers keep for each
     parameter, such as momentum or Adam's two moments. Each kind has a period of its own, as in DES-LOC: moments that
-    change slowly need few exchanges. Nothing is kept between two averages, so there is nothing to save, and any number
-    of ranks can go on.
+    change slowly need few exchanges. This class keeps nothing between two averages, so there is nothing to save, and a
+    job can resume on any number of ranks.
 
     Parameters
     ----------
     every : int, or mapping of str to int
         Inner steps from one average to the next, counted from the end of the warm-up. A mapping gives periods by the
         name of a kind, or by a pattern as in file names; the first match counts, and kinds without a period are not
-        averaged. A fragment's turn comes as many steps before the end of a period as before the end of ``every``, so
-        with a multiple of ``every`` its states are averaged when its parameters are exchanged.
+        averaged. If a fragment's parameters are exchanged k steps before the end of the loop's ``every`` steps, its
+        states are averaged k steps before the end of each period. So if a period is a multiple of the loop's ``every``,
+        states are averaged when the parameters are exchanged.
     compressor : Compressor, default Identity()
         Compresses the states, on workers and servers, without feedback: `Cast`, which halves the bytes, or another
-        whose error is relative to each element. Other compressors are refused: they could round a second moment, by
-        which Adam divides, to 0.
+        compressor whose error in each element is relative to that element. Others are refused: they could round a
+        second moment, by which Adam divides, to 0.
 
     Raises
     ------
@@ -58,17 +59,18 @@ class InnerStates:
 
     Notes
     -----
-    Without compression, s_i' = (s_1 + ... + s_N) / N in the dtype of computation, the same on all ranks bit for bit. A
-    rank sends 2 (N - 1) / N * 32 bits per element and kind in two phases, or the payload of ``compressor``, and to each
-    other rank a text of about ten bytes per parameter and kind. The topology is that of the loop.
+    Without compression, s_i' = (s_1 + ... + s_N) / N in the dtype of computation, the same on all ranks bit for bit. In
+    two phases, a rank sends 2 (N - 1) / N * 32 bits per element and kind, or as many times the payload of
+    ``compressor``. It also sends a text of about ten bytes per parameter and kind to each other rank. The topology is
+    the loop's.
 
-    A state that some rank lacks, for instance before a parameter's first gradient, stays as it is on all ranks. With
-    periods of 1 for parameters and momentum, SGD equals SGD on the mean gradient. Adam does not: its second moment
+    If some rank lacks a state, for instance before a parameter's first gradient, the state stays as it is on all ranks.
+    With periods of 1 for parameters and momentum, SGD equals SGD on the mean gradient. Adam does not: its second moment
     becomes the mean square of all ranks' gradients, not the square of their mean.
 
-    Give second moments a period that divides the period of first moments. If only first moments are averaged, they are
-    divided by a rank's own second moment. This is 0 where the rank has had no gradient, so the next step may be
-    arbitrarily large. In the paper second moments have the longer period.
+    Give second moments a period that divides the period of first moments. If only first moments are averaged, a rank
+    divides them by its own second moment, which is 0 for elements for which it has had no gradient: the next step may
+    be arbitrarily large. In the paper second moments have the longer period.
 
     Source: Iacob et al., arXiv 2505.22549 (DES-LOC).
 
@@ -120,7 +122,7 @@ class InnerStates:
         return {"every": list(periods.items()), "compressor": self.compressor.spec}
 
     def require_fits(self, loop: OuterLoop) -> None:
-        """Raise ValueError unless states can be averaged in a loop.
+        """Raise ValueError unless inner states can be averaged in this loop.
 
         Parameters
         ----------
@@ -147,7 +149,7 @@ class InnerStates:
         *,
         weight: float | None = None,
     ) -> dict[str, list[Array | None]]:
-        """Average the states that are due after an inner step. Collective: call it after each `OuterLoop.step`.
+        """Average the states that are due after an inner step; all ranks call this after each `OuterLoop.step`.
 
         Parameters
         ----------
@@ -166,16 +168,17 @@ class InnerStates:
         Returns
         -------
         dict of str to list of arrays or None
-            The means, in new arrays; where nothing is due, the given arrays.
+            The means, in new arrays. States that are not due stay the given arrays.
 
         Raises
         ------
         ValueError
-            If the loop does not fit. On every rank, if ``every`` names a kind (not a pattern) that no rank has.
+            If inner states cannot be averaged in this loop. On every rank, if ``every`` names a kind (not a pattern)
+            that no rank has.
         TypeError, ValueError
             If an array that is due has no floating-point dtype, or not the shape of its parameter.
         MismatchError
-            On the other ranks, if one rank raises for such an array; on every rank, if ranks compute a state in
+            On the other ranks, if one rank raises for such an array. On every rank, if ranks compute a state in
             different precisions.
         NonFiniteError
             On every rank, if a state on any rank is not finite.
@@ -186,7 +189,7 @@ class InnerStates:
     def stages(
         self, states: States, loop: OuterLoop, state: OptimizerState, *, weight: float | None = None
     ) -> Stages[dict[str, list[Array | None]]]:
-        """Do what `step` does as a generator of pure stages, for callers that move the buffers themselves.
+        """`step` as a generator of pure stages, for callers that move the buffers themselves.
 
         Parameters
         ----------
@@ -246,7 +249,7 @@ class InnerStates:
         return bool(self._turns(loop, state))
 
     def _turns(self, loop: OuterLoop, state: OptimizerState) -> dict[str | None, set[int]]:
-        """Return the patterns whose states are averaged after the last step, each with the parameters that are due."""
+        """Return the patterns whose states are averaged after the last step, with the parameters whose turn it is."""
         step = state.step - loop.warmup
         if state.stage == WARMUP or not step:
             return {}
@@ -278,7 +281,7 @@ class InnerStates:
         turns: Mapping[str | None, Set[int]],
         state: OptimizerState,
     ) -> list[tuple[str, int]]:
-        """Return each state that is due and that all ranks have, as its kind and the number of its parameter."""
+        """Return the states that are due and that all ranks have, each as its kind and the number of its parameter."""
         found = []
         for kind in sorted(set.intersection(*map(set, told))):
             for number in sorted(turns[self._pattern_of(kind)]):
@@ -295,7 +298,7 @@ class InnerStates:
 
 
 def _precisions(kind: str, arrays: Sequence[Array | None], state: OptimizerState) -> list[str | None]:
-    """Return the dtype in which each state is computed; raise unless each has the shape of its parameter."""
+    """Return the compute dtype of each state; raise ValueError unless each state has the shape of its parameter."""
     params, found = state.arrays[ANCHOR], []
     if len(arrays) != len(params):
         raise ValueError(f"states[{kind!r}] has {len(arrays)} arrays; the loop has {len(params)} parameters")

@@ -1,4 +1,4 @@
-"""The outer loop: every rank trains alone for some steps, then an outer optimizer moves the shared parameters."""
+"""`OuterLoop`: every rank trains alone for some steps, then an outer optimizer moves the shared parameters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,45 +37,45 @@ class OuterLoop(OuterSettings):
     In an outer round every rank makes ``every`` inner steps on its own, from the shared parameters. Then the ranks
     average their outer gradients, the differences between the shared parameters and their own, and an outer optimizer
     moves the shared parameters. All ranks begin the next outer round from the moved parameters. LocalSGD, DiLoCo and
-    SparseLoCo are settings of this loop, see `qcomp.outer`.
+    SparseLoCo are this loop with certain settings; see `qcomp.outer`.
 
     Parameters
     ----------
     outer : Optimizer, default SGD(learning_rate=1.0)
-        The outer optimizer, one whose own mean is exact: `SGD`, `Adam`, `Lion` or `Lamb`. Its schedules see the number
-        of completed outer rounds. ``SGD(learning_rate=1.0)`` averages the parameters.
+        The outer optimizer: `SGD`, `Adam`, `Lion` or `Lamb`, which do not compress. Its schedules get the number of
+        completed outer rounds. ``SGD(learning_rate=1.0)`` averages the parameters.
     every : int
         Inner steps in an outer round, at least 1. Required.
     compressor : Compressor, default Identity()
         Compresses the outer gradients, on workers and servers.
     averaging : Averaging, default Averaging()
-        Topology and error feedback of the exchange, see `Averaging`; or a `PowerSGD`. Tensors are always cut
+        Topology and error feedback of the exchange, see `Averaging`; or a `PowerSGD`. Each tensor is always compressed
         separately.
     exact : callable or None, default ExactBelow(10_000)
-        Policy that selects the tensors that stay exact, a function of all tensors, see `ExactBelow`. None compresses
+        Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
         everything.
     compressors : callable, optional
-        Policy that returns a compressor for each tensor, used instead of ``compressor``, or None for a tensor that
-        stays exact, see `ByName`. None, the default, uses ``compressor`` for all.
+        Policy that replaces ``compressor``: it returns a compressor for each tensor, or None if the tensor stays exact,
+        see `ByName`. By default, ``compressor`` compresses all tensors.
     decay : float, default 1
         Multiplies the residuals before feedback adds them, from 0 to 1. 1 keeps everything that compression lost.
     scale : float, default 1
         Multiplies the outer gradients of compressed tensors before they are added to the residuals, above 0. The code
         of MuLoCo and of SparseLoCo uses the outer learning rate here, and once more in the outer optimizer.
     fragments : int, default 1
-        Number of groups of whole tensors, balanced by size. Each is exchanged once in ``every`` steps, in equal turns.
-        At most ``every``, and at most the number of tensors.
+        Number of groups of whole tensors, balanced by size, at most ``every`` and at most the number of tensors. Each
+        is exchanged once in ``every`` steps, at equally spaced turns.
     delay : int, default 0
         Steps from sending a fragment to applying the result, below ``every``. The result does not depend on how long
         the bytes travel. With an `Overlapped` they travel during these steps.
     turn : {"send", "apply"}, default "send"
-        What happens in a fragment's turn. With ``"send"`` it is sent, as in the paper, and its result is applied
-        ``delay`` steps later. With ``"apply"`` its result is applied, as in torchft, and it is sent ``delay`` steps
-        earlier; ``delay`` is then below every // fragments.
+        What happens in a fragment's turn. With ``"send"``, as in the paper, the fragment is sent, and the result is
+        applied ``delay`` steps later. With ``"apply"``, as in torchft, the result is applied, and the fragment was sent
+        ``delay`` steps earlier; ``delay`` must then be below every // fragments.
     mixing : float, default 0
         Weight of a rank's own parameters when a result is applied, from 0 to 1: x_i' = mixing x_i + (1 - mixing) x',
         where x' are the shared parameters. With 1 a rank keeps its own parameters, and results move only the shared
-        ones.
+        parameters.
     warmup : int, default 0
         Number of steps before the first outer round in which gradients are averaged exactly, see `average`.
     seed : int, default 0
@@ -85,22 +85,22 @@ class OuterLoop(OuterSettings):
     -----
     With the shared parameters x, and x_i after the inner steps of rank i: d_i = x - x_i, p_i = decay e_i + scale d_i,
     e_i' = p_i - C(p_i), D = mean_i C(p_i), x' = outer(x, D). In two phases the server compresses the mean again, with a
-    residual e_s of its own, which decays too. With decay 1, the sum of D over all rounds is the sum of mean_i scale
+    residual e_s of its own, which also decays. With decay 1, the sum of D over all rounds is the sum of mean_i scale
     d_i, minus the final (mean_i e_i + e_s). For exact tensors D = mean_i d_i.
 
     Once in ``every`` steps a rank sends 2 (N - 1) / N times the payload of the model in two phases, or (N - 1) times by
-    all-gather. It also sends 8 bytes per fragment to every rank, in the first round 4 bytes more. A step of the warm-up
-    sends 2 (N - 1) / N * 32 bits per element. A state holds the shared parameters, residuals and outer moments, and the
-    outer gradients of the fragments under way. If parameters have half precision, shared parameters are kept in
+    all-gather. It also sends 8 bytes per fragment to every rank, and 4 bytes more in the first round. A step of the
+    warm-up sends 2 (N - 1) / N * 32 bits per element. A state holds the shared parameters, residuals and outer moments,
+    and the outer gradients of the fragments under way. If parameters have half precision, shared parameters are kept in
     float32.
 
-    On another number of ranks, every rank resumes with the mean of the old ranks' parameters, and with the mean of
+    If a job resumes on another number of ranks, every rank gets the mean of the old ranks' parameters, and the mean of
     their outer gradients under way, so that the mean of the outer gradients does not change. Residuals become mean_i
-    e_i + e_s. A state from the warm-up, or from an exact loop at the end of an outer round, fits every rank, on any
-    number of ranks.
+    e_i + e_s. A state from the warm-up, or from a loop without compression at the end of an outer round, fits every
+    rank, on any number of ranks.
 
     The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model: the caller saves
-    and restores them, and gives a new rank the state of an old rank, or a fresh one; `qcomp.outer.InnerStates` averages
+    and restores them, and gives a new rank the state of an old rank, or a fresh one. `qcomp.outer.InnerStates` averages
     optimizer states. Source: Stich, ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512
     (fragments, delay, mixing); Sarfi et al., arXiv 2508.15706 (decaying residuals).
 
@@ -139,13 +139,13 @@ class OuterLoop(OuterSettings):
         Raises
         ------
         NonFiniteError
-            On every rank, if a gradient on any rank is not finite. Inner and outer state have not changed.
+            On every rank, if a gradient on any rank is not finite. The inner and the outer state have not changed.
         """
         require_rank(state, comm)
         return drive(self.average_stages(grads, state), comm)
 
     def average_stages(self, grads: Any, state: OptimizerState) -> Stages[Any]:
-        """Do what `average` does as a generator of pure stages.
+        """`average` as a generator of pure stages.
 
         Parameters
         ----------
@@ -177,7 +177,7 @@ class OuterLoop(OuterSettings):
         shares: bool = False,
         weight: float | None = None,
     ) -> tuple[Any, OptimizerState]:
-        """Count an inner step; exchange fragments and apply results where they are due.
+        """Count an inner step, exchange the fragments whose turn it is, and apply the results that are due.
 
         Call it after each inner step. Most calls only count, and return the parameters that they were given.
 
@@ -188,13 +188,13 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             From `init` or the last step.
         comm : Communicator
-            The communicator that `init` saw, or another with the same rank and size.
+            The communicator given to `init`, or another with the same rank and size.
         shares : bool, default False
             Whether the returned parameters may share memory with the state, for callers that copy them.
         weight : float, optional
             How much this rank's outer gradients count in the mean, if a fragment is sent in this step: for instance the
             number of tokens since the fragment was last sent; see `weighted`. In such a step either all ranks pass a
-            weight, or none does, and all count alike.
+            weight, or no rank does; then all ranks count alike.
 
         Returns
         -------
@@ -217,7 +217,7 @@ class OuterLoop(OuterSettings):
         -----
         UserWarning
             On every rank, if all ranks have the same outer gradients in the first round, because they train on the same
-            data, or something has averaged them already. The check sends 4 bytes to all others. With a warm-up,
+            data, or because the gradients were already averaged. The check sends 4 bytes to all others. With a warm-up,
             `average` compares gradients instead.
         """
         require_rank(state, comm)
@@ -234,7 +234,7 @@ class OuterLoop(OuterSettings):
         compares: bool = False,
         weight: float | None = None,
     ) -> Stages[tuple[Any, OptimizerState]]:
-        """Do what `step` does as a generator of pure stages, for callers that move the buffers themselves.
+        """`step` as a generator of pure stages, for callers that move the buffers themselves.
 
         Parameters
         ----------
@@ -243,11 +243,12 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             As for `step`.
         landed : mapping of int to Means
-            The results of `exchange` for fragments that `landing` returns; the other fragments are exchanged now.
+            Results of `exchange` for some of the fragments that `landing` returns. The others are exchanged in this
+            step.
         shares : bool
             As for `step`.
         compares : bool
-            Whether to warn if all ranks have the same first outer gradients, as `step` does. Set it to False where
+            Whether to warn, as `step` does, if all ranks have the same outer gradients in the first round. Use False if
             ranks may join or leave, since a new rank begins with another rank's parameters.
         weight : float, optional
             As for `step`.
@@ -297,7 +298,7 @@ class OuterLoop(OuterSettings):
         return as_given(tensors, params), after
 
     def shared(self, params: Any, state: OptimizerState) -> Any:
-        """Return the shared parameters, to evaluate or publish; they are the same on all ranks in every step.
+        """Return the shared parameters, to evaluate or publish. They are the same on all ranks after every step.
 
         Parameters
         ----------
@@ -327,7 +328,7 @@ class OuterLoop(OuterSettings):
         return tuple(fragment for fragment, step in sent if state.step + 1 >= step + self.delay)
 
     def exchanges(self, state: OptimizerState) -> bool:
-        """Return whether the next step exchanges anything; in the warm-up `average` does so before each step.
+        """Return whether the next step exchanges anything; in the warm-up, `average` exchanges before each step.
 
         Parameters
         ----------
@@ -347,19 +348,19 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             Any state of this loop.
         fragment : int
-            Its number, below ``fragments``.
+            The number of the fragment, below ``fragments``.
         """
         return self._fragments(state.arrays[ANCHOR])[fragment]
 
     def exchange(self, state: OptimizerState, fragment: int) -> Stages[Means]:
-        """Average a fragment that is under way, as a generator of pure stages; the state stays as it is.
+        """Average a fragment that is under way, as a generator of pure stages, without changing the state.
 
         Parameters
         ----------
         state : OptimizerState
             A state in which the fragment is under way.
         fragment : int
-            Its number.
+            The number of the fragment.
         """
         sent = under_way(state.stage)[fragment]
         doing = f"fragment {fragment} after step {sent}"
@@ -373,7 +374,8 @@ class OuterLoop(OuterSettings):
         try:
             if self.delay:
                 return (yield from beside(check, average.stages()))
-            yield from check  # nothing hides it, so it runs first: a differing step is found before a differing size
+            # Nothing hides the check, so it runs first: different steps are found before different sizes.
+            yield from check
             return (yield from average.stages())
         except NonFiniteError as error:
             names = [state.names[i] for i in self.members(state, fragment)]
@@ -388,7 +390,7 @@ class OuterLoop(OuterSettings):
         state : OptimizerState
             A state in which the fragment is under way.
         fragment : int
-            Its number.
+            The number of the fragment.
         """
         part = take(state, self.members(state, fragment), self.compression)
         if self.decay != 1 and not all(part.exact):
@@ -414,19 +416,19 @@ class OuterLoop(OuterSettings):
         Parameters
         ----------
         params : array or sequence of arrays
-            This rank's parameters; the dict has copies in the dtype in which they are computed.
+            This rank's parameters. The dict has copies of them in the compute dtype.
         state : OptimizerState
             The state to save.
         """
         return self.record(self.whole(params, state))
 
     def whole(self, params: Any, state: OptimizerState) -> OptimizerState:
-        """Return a state that also holds copies of this rank's parameters, as a saved state does."""
+        """Return the state with copies of this rank's parameters added, as in a saved state."""
         local = tuple(copy(to_compute_dtype(p)) for p in fitting(params, state))
         return state._replace(arrays={**state.arrays, OWN: local})
 
     def parted(self, like: Any, whole: OptimizerState) -> tuple[Any, OptimizerState]:
-        """Split the result of `whole` into a rank's parameters and its state."""
+        """Split the result of `whole` into this rank's parameters and its state."""
         arrays = dict(whole.arrays)
         pairs = zip(as_tensors(like, "like"), arrays.pop(OWN), strict=True)
         return as_given([_in_dtype_of(p, x) for p, x in pairs], like), whole._replace(arrays=arrays)
@@ -439,12 +441,12 @@ class OuterLoop(OuterSettings):
     def depart(
         self, fragment: int, tensors: Sequence[Array], state: OptimizerState, factor: float
     ) -> OptimizerState:
-        """Return the state in which the outer gradients of a fragment are under way, for callers that exchange.
+        """Return the state in which a fragment's outer gradients are under way, for callers that call `exchange`.
 
         Parameters
         ----------
         fragment : int
-            Its number.
+            The number of the fragment.
         tensors : sequence of arrays
             This rank's parameters.
         state : OptimizerState
@@ -464,7 +466,7 @@ class OuterLoop(OuterSettings):
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 
     def _compare(self, state: OptimizerState) -> Stages[None]:
-        """Warn on every rank if all send the same in the first exchange, unless a warm-up has compared gradients."""
+        """Warn on every rank if all send the same outer gradients in the first exchange, unless there was a warm-up."""
         if not self.warmup and not state.numbers[rounds_key(0)]:
             sent = state.arrays[SENT]
             yield from compare_gradients(
@@ -474,12 +476,12 @@ class OuterLoop(OuterSettings):
     def land(
         self, fragment: int, means: Means, tensors: Sequence[Array], state: OptimizerState
     ) -> tuple[list[Array], OptimizerState]:
-        """Move a fragment's shared parameters, and this rank's towards them; both may end up as the same arrays.
+        """Move a fragment's shared parameters, and move this rank's towards them; both may end up as the same arrays.
 
         Parameters
         ----------
         fragment : int
-            Its number.
+            The number of the fragment.
         means : Means
             The result of its exchange.
         tensors : sequence of arrays

@@ -1,4 +1,4 @@
-"""The mailbox as the core sees it: requests for files that all ranks see, and the contents of these files."""
+"""`Mailbox`, files that all ranks see: the requests for them, and the formats of their contents."""
 
 import json
 from collections.abc import Generator, Mapping, Sequence
@@ -44,26 +44,26 @@ __all__ = [
 ]
 
 RANKS, SENT, ROUNDS, SHARED = "ranks", "sent", "rounds", "shared"
-"""The folders of a mailbox: the numbers of ranks, their contributions, which of these each round merges, and the shared
-parameters after some rounds."""
+"""The folders of a mailbox. They hold the numbers of ranks, the ranks' contributions, a file per round that names the
+contributions it merges, and the shared parameters after some rounds."""
 
 Result = TypeVar("Result")
 
 
 class Names(NamedTuple):
-    """Asks for the names in a folder; the answer is a list of str."""
+    """Asks for the names of the files in a folder; the answer is a list of str."""
 
     folder: str
 
 
 class Read(NamedTuple):
-    """Asks for a file's content; the answer is bytes, or None if the file is not there or not whole."""
+    """Asks for a file's content; the answer is bytes, or None if the file is missing or incomplete."""
 
     name: str
 
 
 class Create(NamedTuple):
-    """Makes a file, if none has this name; the answer is True if it was made."""
+    """Makes a file, if no file has this name; the answer is True if it was made."""
 
     name: str
     data: bytes
@@ -76,7 +76,7 @@ class Delete(NamedTuple):
 
 
 Requests = Generator[Names | Read | Create | Delete, Any, Result]
-"""A computation that asks a mailbox between its pure parts; it never waits for another rank."""
+"""A computation that asks a mailbox between its pure parts, and never waits for another rank."""
 
 
 class Mailbox(Protocol):
@@ -91,11 +91,11 @@ class Mailbox(Protocol):
         ...
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's content, or None if the file is not there or not whole."""
+        """Return a file's content, or None if the file is missing or incomplete."""
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """Make a file, whole as soon as it is there; of several ranks that make the same file, only one gets True."""
+        """Make a file, complete when it appears; of several ranks that make the same file, only one gets True."""
         ...
 
     def delete(self, name: str) -> None:
@@ -128,14 +128,14 @@ class Sending(NamedTuple):
     """The name of a contribution, which is the name of its file in `SENT`."""
 
     version: int
-    """The last round that its rank had applied when it sent it."""
+    """The last round that the rank had applied when it sent the contribution."""
     rank: int
     number: int
-    """How many contributions its rank had sent, including this one."""
+    """How many contributions the rank had sent, including this one."""
 
     @property
     def path(self) -> str:
-        """The name of its file."""
+        """The path of the contribution's file in the mailbox."""
         return f"{SENT}/{self.version}.{self.rank}.{self.number}"
 
     @classmethod
@@ -155,9 +155,9 @@ class Member(NamedTuple):
     number: int
     """How many contributions this rank had sent, including this one."""
     age: int
-    """Rounds that closed between its sending and the round that merged it; 0 if it came in time."""
+    """Rounds that closed after it was sent and before the round that merged it; 0 if it came in time."""
     weight: float
-    """How much it counts, such as the tokens behind it."""
+    """How much it counts, such as the number of tokens of its inner steps."""
 
 
 class Contribution(NamedTuple):
@@ -165,7 +165,7 @@ class Contribution(NamedTuple):
 
     weight: float
     is_weighted: bool
-    """Whether the caller has given weights; else the weight is a number of steps."""
+    """Whether the caller has given weights; if not, the weight is the number of inner steps."""
     payloads: tuple[Payload, ...]
 
     def to_bytes(self) -> bytes:
@@ -218,13 +218,13 @@ class SharedSnapshot(NamedTuple):
 
     @classmethod
     def facts_in(cls, data: bytes) -> Mapping[str, Any]:
-        """Return only the facts, before anything that depends on them is read."""
+        """Return only the facts, so that they can be checked before the rest is read."""
         facts: Mapping[str, Any] = cls._head(data)["facts"]
         return facts
 
     @classmethod
     def from_bytes(cls, data: bytes, like: OptimizerState, outer: Optimizer) -> "SharedSnapshot":
-        """Return a snapshot from its bytes, with arrays like those of a state."""
+        """Return a snapshot from its bytes; its arrays must be like the arrays of the state ``like``."""
         head, start = cls._head(data), data.find(b"\n") + 1
         (first, *_) = (x for _, x in named_arrays(like, EXACT))
         found: dict[str, Any] = {}
@@ -270,7 +270,7 @@ def numbers_of(names: Sequence[str]) -> list[int]:
 
 
 def require_alike(own: Mapping[str, Any], of_job: Mapping[str, Any]) -> None:
-    """Raise MismatchError at the first fact in which this rank differs from the job of a mailbox."""
+    """Raise MismatchError for the first fact in which this rank differs from the job of a mailbox."""
     own = from_json(json.dumps(own))
     for name in sorted({*own, *of_job}):
         if own.get(name) != of_job.get(name):

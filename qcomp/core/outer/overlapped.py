@@ -1,4 +1,4 @@
-"""A class that runs the exchanges of an outer loop while the next inner steps run."""
+"""`Overlapped`: runs the exchanges of an outer loop while the next inner steps run."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,23 +29,24 @@ class Overlapped:
     The results equal `OuterLoop.step`, bit for bit. A fragment's exchange starts in the step that sends it. Each later
     step moves it on by one message, and the step that applies its result waits for the remaining messages. So the order
     of messages depends only on steps, and no thread is needed. With `qcomp.comm.MPICommunicator` and
-    `qcomp.comm.TorchCommunicator` bytes travel meanwhile; others complete an exchange when it starts.
+    `qcomp.comm.TorchCommunicator` bytes travel during the inner steps. Other communicators complete an exchange when it
+    starts.
 
     Parameters
     ----------
     loop : OuterLoop
-        A loop with a ``delay`` of at least 1. If the delay is longer, each phase of a topology overlaps with an inner
-        step of its own.
+        A loop with a ``delay`` of at least 1. If the delay is longer, each phase of the topology overlaps with another
+        inner step.
     comm : Communicator
-        A communicator with ``start``, the same on all ranks. Other exchanges may run over it between the steps, if all
-        ranks start them in the same order.
+        A communicator with ``start``, of the same class on all ranks. Other exchanges may run over it between the
+        steps, if all ranks start them in the same order.
 
     Notes
     -----
     A state holds the outer gradients under way, so it can be saved at any step. After a state is loaded, and after an
-    error, the exchange runs anew when its result is due. Ranks must all use this class, or all `OuterLoop.step`. A lost
-    rank raises an error only in the step that applies a result, since a rank that has made its last step sends nothing
-    either.
+    error, the exchange runs anew when its result is due. Either all ranks use this class, or all call `OuterLoop.step`.
+    A lost rank causes an error only in the step that applies a result, since a rank that has made its last step sends
+    nothing either.
 
     Examples
     --------
@@ -77,7 +78,7 @@ class Overlapped:
     def step(
         self, params: Any, state: OptimizerState, *, shares: bool = False, weight: float | None = None
     ) -> tuple[Any, OptimizerState]:
-        """Do what `OuterLoop.step` does.
+        """Make a step as `OuterLoop.step` does.
 
         Parameters
         ----------
@@ -119,7 +120,7 @@ class Overlapped:
         self._discard(None)
 
     def _discard(self, state: OptimizerState | None) -> None:
-        """Drop the exchanges that do not belong to a state, and wait until they are over."""
+        """Drop the exchanges that do not belong to a state (all, if it is None), and wait until they are over."""
         for fragment, flight in list(self._flights.items()):
             if state is None or not flight.is_of(state):
                 del self._flights[fragment]

@@ -19,8 +19,8 @@ def local_sgd(every: int = 8, **changes: Any) -> OuterLoop:
     every : int, default 8
         Inner steps in an outer round; published values are 1 to 64.
     **changes
-        Other settings of `OuterLoop`. With ``warmup`` it is post-local SGD (Lin et al., ICLR 2020, with 16 steps): the
-        gradients of the first steps are averaged instead.
+        Other settings of `OuterLoop`. With ``warmup`` it is post-local SGD (Lin et al., ICLR 2020, with ``every=16``):
+        the first ``warmup`` steps average gradients.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def local_sgd(every: int = 8, **changes: Any) -> OuterLoop:
 
 
 def diloco(every: int = 500, **changes: Any) -> OuterLoop:
-    """Return DiLoCo: exact outer gradients, moved by SGD with Nesterov momentum.
+    """Return DiLoCo: exact outer gradients, applied by SGD with Nesterov momentum.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ def diloco(every: int = 500, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is AdamW. The outer learning rate is 0.7, its momentum 0.9. With few outer rounds, momentum may
-    hurt: compare ``outer=qcomp.SGD(learning_rate=1.0)``. A rank sends 2 (N - 1) / N * 32 bits per element and outer
-    round. Source: Douillard et al., arXiv 2311.08105.
+    hurt: compare with ``outer=qcomp.SGD(learning_rate=1.0)``. A rank sends 2 (N - 1) / N * 32 bits per element and
+    outer round. Source: Douillard et al., arXiv 2311.08105.
 
     Examples
     --------
@@ -89,9 +89,10 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     -----
     The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
     source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
-    ``QSGD(levels=7, bucket_size=128)`` replaces them: it also has 4 bits, and is unbiased. A rank sends 2 (N - 1) / N *
-    4.25 bits per element in ``every`` steps. Here a fragment's turn is the step that sends it; in torchft it is the
-    step that applies its result, as with ``turn="apply"``. Source: Douillard et al., arXiv 2501.18512.
+    ``QSGD(levels=7, bucket_size=128)`` replaces these floats: it also has 4 bits per element, and is unbiased. A rank
+    sends 2 (N - 1) / N * 4.25 bits per element in ``every`` steps. Here a fragment's turn is the step that sends it; in
+    torchft it is the step that applies its result, as with ``turn="apply"``. Source: Douillard et al., arXiv
+    2501.18512.
 
     Examples
     --------
@@ -127,16 +128,17 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is AdamW. The outer learning rate is 1 (published values are 0.4 to 1), without momentum; the
-    decay of the residuals is 0.95. Each element is divided by the number of ranks that sent it, as in the authors'
-    code. Division by all ranks moves the parameters less far, about 1 / N as far if no two ranks send the same element:
-    ``averaging=qcomp.Averaging(topology="all_gather")``. That code also multiplies the outer gradients by the outer
-    learning rate before feedback, and their mean once more: with a rate other than 1, pass the rate as ``scale`` too.
+    The inner optimizer is AdamW. The outer learning rate is 1 (published values are 0.4 to 1), without momentum. The
+    decay of the residuals is 0.95. The sum of each element is divided by the number of ranks that sent the element, as
+    in the authors' code. To divide by the number of all ranks, pass
+    ``averaging=qcomp.Averaging(topology="all_gather")``: parameters then move less far, about 1 / N as far if no two
+    ranks send the same element. The authors' code also multiplies the outer gradients by the outer learning rate before
+    feedback, and their mean once more: with a rate other than 1, pass the rate as ``scale`` too.
 
     Buckets are runs of 4,096 elements. The two bits of a value are its sign and one of two levels of its bucket. In the
-    source, buckets are 64 x 64 blocks of a matrix, with four levels for a whole tensor. The topology is all-gather, so
-    that nothing is compressed twice. A rank sends about (N - 1) * 0.15 bits per element and outer round. Source: Sarfi
-    et al., arXiv 2508.15706, and its code in templar.
+    source, buckets are 64 x 64 blocks of a matrix, and a whole tensor shares four levels. The topology is all-gather,
+    so that nothing is compressed twice. A rank sends about (N - 1) * 0.15 bits per element and outer round. Source:
+    Sarfi et al., arXiv 2508.15706, and its code in templar.
 
     Examples
     --------
@@ -170,14 +172,14 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
 
     Notes
     -----
-    The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9; the
+    The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9. The
     decay of the residuals is 0.9. The authors' code multiplies outer gradients by this rate before feedback, and
     multiplies their mean by it again. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. In the
-    formula of the paper the rate occurs only once: ``scale=1``.
+    formula of the paper, the rate occurs only once; for this, pass ``scale=1``.
 
-    The source sends 2 bits; here ``QSGD(levels=3, bucket_size=32)`` takes 4 bits with its scales, and loses about as
-    much as a good 2-bit quantizer. A rank sends 2 (N - 1) / N * 4 bits per element and outer round. Source: Therien et
-    al., arXiv 2505.23725, and its code.
+    The source sends 2 bits per element. Here ``QSGD(levels=3, bucket_size=32)`` sends 4 bits, with its scales, and
+    loses about as much as a good 2-bit quantizer. A rank sends 2 (N - 1) / N * 4 bits per element and outer round.
+    Source: Therien et al., arXiv 2505.23725, and its code.
 
     Examples
     --------

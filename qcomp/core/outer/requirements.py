@@ -1,4 +1,4 @@
-"""Checks of an outer loop: parameters fit, ranks end the warm-up with equal ones, and exchange at the same step."""
+"""Checks of an outer loop: parameters fit the state, are equal after a warm-up, and are exchanged at the same step."""
 
 import struct
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def same_step(step: int, state: OptimizerState, like: Array) -> Stages[None]:
 
 
 def beside(check: Stages[None], work: "Stages[Result]") -> "Stages[Result]":
-    """Run a computation; its first exchange starts while the single exchange of a check is under way.
+    """Run ``work``, whose first exchange starts while the single exchange of ``check`` is under way.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The settings of an outer loop, and the contents of its state in each stage."""
+"""`OuterSettings`: the settings of an outer loop, and the contents of its state in each stage."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from qcomp.core.state import OptimizerState
 __all__ = ["ANCHOR", "OWN", "SENT", "WARMUP", "OuterSettings", "nothing_like", "rounds_key"]
 
 WARMUP = "warmup"
-"""The stage in which gradients are averaged in every step."""
+"""The name of the stage in which gradients are averaged in every step."""
 
 ANCHOR, SENT, OWN = "anchor", "sent", "local"
 """Kinds of arrays: the shared parameters, the outer gradients under way and, in checkpoints, this rank's parameters."""
@@ -89,7 +89,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
 
     def _require_factors(self) -> None:
-        """Raise ValueError unless all factors are in their ranges, and are 1 where they have no effect."""
+        """Raise ValueError unless all factors are in their ranges, and factors without an effect are 1."""
         for name in ("decay", "mixing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a number from 0 to 1")
@@ -139,7 +139,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         return not step or (since_landing > 0 and since_landing % self.every == 0)
 
     def apart(self, stage: str) -> bool:
-        """Return whether the ranks have different parameters in a stage by design: after the warm-up."""
+        """Return whether ranks have different parameters in a stage by design, as in all stages after the warm-up."""
         return stage != WARMUP
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
@@ -149,7 +149,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         return {**self.outer.limits(state), **of_fragments}
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return a state with room for everything that a checkpoint of a stage holds."""
+        """Return a state with arrays for everything that a checkpoint of this stage holds."""
         sent = under_way(stage)
         if stage not in (WARMUP, stage_of(sent)) or not all(
             0 <= fragment < self.fragments and 0 < step <= state.step for fragment, step in sent.items()

@@ -1,4 +1,4 @@
-"""The policy that selects a compressor for each tensor."""
+"""`ByName`: the policy that selects a compressor for each tensor by its name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from qcomp.core.policies.exact_below import Tensor, names_of
 from qcomp.core.policies.patterns import require_matches
 
 CompressorPolicy = Callable[[Sequence[Tensor]], Sequence[Compressor | None]]
-"""Returns a compressor for every tensor of a model, or None for one that stays exact."""
+"""Returns a compressor for every tensor of a model, or None for a tensor that stays exact."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class ByName:
     Parameters
     ----------
     choices : mapping of str to Compressor or None, or sequence of pairs
-        Patterns, with ``*``, ``?`` and ``[...]`` as in file names, and the compressor of matching tensors; None keeps
-        them exact. Each pattern must match a name, and each name must match a pattern: end with ``"*"`` for all others.
+        Patterns, with ``*``, ``?`` and ``[...]`` as in file names, each with the compressor of matching tensors; None
+        keeps matching tensors exact. Each pattern must match a name, and each name must match a pattern: end with
+        ``"*"`` for all others.
 
     Examples
     --------

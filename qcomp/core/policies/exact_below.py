@@ -1,4 +1,4 @@
-"""The policy that selects which tensors stay exact."""
+"""`ExactBelow`: the policy that keeps small tensors, norms and biases exact."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ ExactPolicy = Callable[[Sequence[Tensor]], Sequence[bool]]
 
 
 def names_of(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the names of the tensors that a policy is given; raise TypeError for anything else, such as a step."""
+    """Return the names of a policy's tensors; raise TypeError if the policy got anything else, such as a step."""
     if not isinstance(tensors, Sequence):
         raise TypeError(
             f"tensors is {tensors!r}; expected a sequence of qcomp.Tensor: optax.inject_hyperparams calls every "
@@ -43,7 +43,7 @@ def names_of(tensors: Sequence[Tensor]) -> list[str]:
 
 @dataclass(frozen=True)
 class ExactBelow:
-    """Keeps small tensors, norms and biases exact: a few thousandths of the bytes, which do most harm if compressed.
+    """Keeps small tensors, norms and biases exact: a few thousandths of all bytes, whose compression does most harm.
 
     A tensor stays exact if it has fewer than ``size`` elements, or if it is a vector among other tensors, as norms and
     biases are. A model given as one flat vector is compressed.
@@ -53,8 +53,8 @@ class ExactBelow:
     size : int
         The smallest number of elements that is compressed.
     names : sequence of str
-        Patterns, with ``*``, ``?`` and ``[...]`` as in file names: a tensor whose name matches one stays exact,
-        whatever its size and shape. Each must match a name.
+        Patterns, with ``*``, ``?`` and ``[...]`` as in file names: a tensor whose name matches a pattern stays exact,
+        whatever its size and shape. Each pattern must match a name.
 
     Notes
     -----

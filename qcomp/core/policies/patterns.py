@@ -1,4 +1,4 @@
-"""Patterns of parameter names."""
+"""Checks of patterns of parameter names: their type, and that each matches a name."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -7,7 +7,7 @@ _SHOWN = 20
 
 
 def as_patterns(argument: str, patterns: object, or_else: str = "") -> tuple[str, ...]:
-    """Return patterns as a tuple; raise TypeError, which may say what else would fit, unless they are a sequence."""
+    """Return patterns as a tuple; raise TypeError unless they are a sequence. ``or_else`` ends the error text."""
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             f"{argument} is {patterns!r}; expected a sequence of patterns, such as ('embed*', 'head.*'){or_else}"
@@ -16,7 +16,7 @@ def as_patterns(argument: str, patterns: object, or_else: str = "") -> tuple[str
 
 
 def require_matches(argument: str, patterns: Sequence[str], names: Sequence[str], what: str = "name") -> None:
-    """Raise ValueError unless every pattern matches a name; the error says what has these names.
+    """Raise ValueError unless every pattern matches a name; ``what`` describes the names in the error text.
 
     Examples
     --------

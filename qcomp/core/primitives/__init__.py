@@ -1,4 +1,4 @@
-"""The primitives: the few computations that kernels replace, each with its pure version, which is the definition.
+"""The primitives: the few computations that kernels replace, each with a pure version, which defines its result.
 
 - `encode` and `decode` with a compressor (and feedback);
 - `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;

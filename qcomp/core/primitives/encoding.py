@@ -1,4 +1,4 @@
-"""The primitives of compressed means: encoding, decoding, averages, and the products of PowerSGD."""
+"""The primitives of compressed means: `encode`, `decode`, averages, and the products of PowerSGD."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def encode(
         For compressors that draw.
     out : array, optional
         A buffer for the new residual: the old residual, x itself if it has the dtype of the residual, or a buffer that
-        shares memory with neither, which is the fastest. x is used up if it is the buffer; the old residual is used up
-        only if nothing is out of range.
+        shares memory with neither, which is the fastest. If x is the buffer, its values are lost. The old residual is
+        overwritten only if nothing is out of range.
     blend : Blend, optional
         Compress the result of `blended` for x instead of x; a kernel may do both at once.
 
     Returns
     -------
     Encoded
-        Its ``refused`` reports values out of range that a device has found, or that a compiled program will find.
+        Its ``refused`` reports values out of range that a device finds, or that a compiled program will find.
 
     Raises
     ------
@@ -84,8 +84,9 @@ def encode(
     2^100 in magnitude, or in `exact_bounds` if C loses nothing. A coder loses nothing: the residual is the same as with
     the plain compressor whose data it shortens.
 
-    A kernel that finds a value out of range before it returns may return None: then the pure version reports it. A
-    kernel that would find it later never writes to the old residual, and returns the new one in another array.
+    A kernel that finds a value out of range before it returns may return None; then the pure version reports the value.
+    A kernel that may find such a value later never writes to the old residual, and returns the new residual in another
+    array.
     """
     if compressor.traits.random:
         require_key(key, compressor.spec)
@@ -118,7 +119,7 @@ def encode(
     else:
         refused = out_of_range(values, limit)
         accepted = refused == 0
-        # The code below runs even if values are refused, so it is given zeros in their place.
+        # The code below runs even if values are refused, so it gets zeros instead of them.
         if not is_traced(values):
             values = xp.where(accepted, values, xp.zeros_like(values))
             compensated = xp.reshape(values, compensated.shape)
@@ -129,7 +130,7 @@ def encode(
         return Encoded(data, None, refused)
     decoded = xp.reshape(compressor.decode(spec.split(data), values.shape[0], values.dtype), x.shape)
     lost = flush(compensated - decoded, exact=exact)
-    if refused is not None and out is residual:  # the old one is still needed if a value is refused
+    if refused is not None and out is residual:  # the old residual is still needed if a value is refused
         lost = xp.where(accepted, lost, residual)
     return Encoded(data, lost if out is None else write_into(out, lost, argument="residual"), refused)
 
@@ -142,7 +143,7 @@ def _shortened(coder: Coder, plain: Encoded, size: int) -> Encoded:
 
 
 def require_accepted(compressor: AnyCompressor, encoded: Encoded) -> None:
-    """Raise `NonFiniteError` if a device has found a value out of range; waits for the device, unless traced."""
+    """Raise `NonFiniteError` if a device has found a value out of range; this waits for the device, unless traced."""
     if _is_refused(encoded):
         raise refusal(compressor)
 
@@ -177,9 +178,9 @@ def decode(
     like : array
         Gives the shape, the dtype and the device of the result.
     out : array, optional
-        A buffer to write the result into, or to add it to.
+        A buffer into which the result is written, or to which it is added.
     accumulate : bool
-        Whether to add; returns ``out`` plus the result, in the buffer of ``out`` where that can be written to.
+        Whether to return ``out`` plus the result, in the buffer of ``out`` if that is mutable.
 
     Notes
     -----
@@ -214,7 +215,7 @@ def _restored(coder: Coder, payload: Payload) -> Payload:
 
 
 def _deliver(result: Array, out: Array | None, *, accumulate: bool) -> Array:
-    """Return a result as `decode` is asked to."""
+    """Return a result in the way that the arguments of `decode` say."""
     if out is None:
         return result
     if accumulate:
@@ -242,7 +243,7 @@ def average(
     ----------
     compressor : AnyCompressor
     payloads : sequence of Payload
-        One from each rank; their sizes must have been checked.
+        The payload of each rank; their sizes must have been checked.
     like : array
         Gives the shape, the dtype and the device of the result.
     out : array, optional
@@ -262,7 +263,7 @@ def average(
 def average_of_senders(
     compressor: AnyCompressor, payloads: Sequence[Payload], like: Array, *, out: Array | None = None
 ) -> Array:
-    """Return at each element the mean of the decompressed payloads that are not 0 there; 0 if there is none.
+    """Return at each element the mean of the decompressed payloads that are not 0 there; 0 if all are 0.
 
     If the compressor drops no elements, this is the `average`.
 
@@ -289,7 +290,7 @@ def add_sender(total: Array, senders: Array, value: Array) -> tuple[Array, Array
 
 
 def finish_senders(total: Array, senders: Array) -> Array:
-    """Return the mean from a sum over ranks and the number of senders at each element, 0 where there is none."""
+    """Return the mean from a sum over ranks and the number of senders at each element; 0 without senders."""
     xp = array_namespace(total)
     return flush(divide(total, xp.where(senders > 0, senders, xp.ones_like(senders))))
 
@@ -345,7 +346,7 @@ def compress_mean(
 
 @primitive("total")
 def finish_mean(total: Array, count: int) -> Array:
-    """Return the mean from a sum over ranks: correctly rounded, zero below 2^-126, and below 2^-1022 in float64.
+    """Return the mean from a sum over ranks, correctly rounded, with 0 for magnitudes below 2^-126 (float64: 2^-1022).
 
     The buffer of the sum may be reused.
     """
@@ -379,8 +380,8 @@ def compensate(
     Raises
     ------
     NonFiniteError
-        If values out of range, from 2^100 on (exact ones in float64: 2^996), were found before this returned. In that
-        case x is used up if it is ``out``.
+        If values out of range, from 2^100 on (2^996 for exact float64), were found before this returned. Then the
+        values of x are lost if it is ``out``.
     """
     exact = residual is None
     limit = exact_bounds(x)[1] if exact else LIMIT
@@ -410,7 +411,7 @@ _BLOCK = 1 << 15
 def take_low_rank(
     left: Array, right: Array, matrix: Array, *, out: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return the product of two factors, and ``matrix`` minus the product; ``matrix`` is used up.
+    """Return the product of two factors, and ``matrix`` minus the product; ``matrix`` may be overwritten.
 
     Parameters
     ----------
@@ -425,9 +426,9 @@ def take_low_rank(
     -------
     product : array, shape (rows * columns,)
         ``product[i, j] = sum_k t(left[k, i] * right[k, j])``, added in the order of k, where t clears the last bit of a
-        product. So no compiler can contract a product and a sum, and every library returns the same bits.
+        product. So no compiler can fuse a product and a sum, and every library returns the same bits.
     rest : array, shape (rows * columns,)
-        ``flush(matrix - product)``, in the buffer of ``matrix`` where that can be written to.
+        ``flush(matrix - product)``, in the buffer of ``matrix`` if that is mutable.
     """
     xp = array_namespace(matrix)
     product: Any = empty_like(matrix) if out is None else out
@@ -465,7 +466,7 @@ def next_factors(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
 
 
 def _each(name: str, *lists: Sequence[Array]) -> list[Array]:
-    """Return what a kernel returns for the factors of each matrix; an empty list if it does not serve all of them."""
+    """Return what a kernel returns for the factors of each matrix; an empty list if it does not support all."""
     kernel = kernel_of(name, lists[0][0]) if lists[0] else None
     found = [kernel(*factors) for factors in zip(*lists, strict=True)] if kernel else []
     return [] if any(factor is None for factor in found) else found

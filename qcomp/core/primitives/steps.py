@@ -37,7 +37,7 @@ def empty_like(x: Array) -> Array | None:
 
 @primitive("arrays", several=True)
 def empty_likes(arrays: Sequence[Array]) -> list[Array | None]:
-    """Apply `empty_like` to each of several arrays of one library and device."""
+    """Apply `empty_like` to each of several arrays, which have one library and device."""
     return [empty_like(x) for x in arrays]
 
 
@@ -45,7 +45,7 @@ def empty_likes(arrays: Sequence[Array]) -> list[Array | None]:
 def momentum(m: Array, g: Array, beta1: float, scale: float) -> Array:
     """Return ``beta1 * m + ((1 - beta1) * scale) * g`` in a new array, each operation rounded to the dtype of m."""
     gradient = to_compute_dtype(g)
-    if gradient is not g:  # there may be a kernel for the wider gradient
+    if gradient is not g:  # there may be a kernel for the converted gradient
         return momentum(m, gradient, beta1, scale)
     return beta1 * m + ((1 - beta1) * scale) * g
 
@@ -87,7 +87,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
     decay : float
         Weight decay coefficient; with 0 the direction stays as it is.
     out : array, optional
-        A buffer that the result may take, which may be p; for small arrays the result can still be a new array.
+        A buffer for the result, which may be p. For small arrays the result may still be a new array.
     """
 
     def move(p: Array, d: Array) -> tuple[Array]:
@@ -100,7 +100,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
 
 
 def rounded(x: Array) -> Array:
-    """Return x, rounded to its dtype before anything is added to it, even where a compiler would fuse operations."""
+    """Return x, rounded to its dtype before anything is added to it, even if a compiler would fuse operations."""
     kernel = kernel_of("rounded", x) if is_traced(x) else None
     found: Array | None = kernel and kernel(x)
     return x if found is None else found
@@ -125,8 +125,8 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Arr
 
     Notes
     -----
-    m' = m where v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by
-    scale / eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
+    m' = m if v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by scale
+    / eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
     """
     xp = array_namespace(p)
     masked = xp.where(v > 0, m, xp.zeros_like(m))
@@ -204,7 +204,7 @@ def adam_steps(
     *,
     donate: bool = False,
 ) -> list[tuple[Array, Array, Array]]:
-    """Return parameters, momentum and variance of each of several tensors after a step of Adam.
+    """Return the parameters, momenta and variances of several tensors after a step of Adam.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ def adam_directions(
     *,
     donate: bool = False,
 ) -> list[tuple[Array, Array, Array]]:
-    """Return the direction, momentum and variance of each of several tensors after a step of Adam.
+    """Return the directions, momenta and variances of several tensors after a step of Adam.
 
     Parameters
     ----------
@@ -284,7 +284,7 @@ def _directed(numbers: AdamNumbers, p: Array, m: Array, v: Array, g: Array) -> t
 
 @primitive("arrays", several=True)
 def sums_of_squares(arrays: Sequence[Array]) -> list[Number]:
-    """Return the sum of the squares of all elements of each of several arrays; see `sum_of_squares`."""
+    """Return, for each of several arrays, the sum of the squares of its elements; see `sum_of_squares`."""
     if len(arrays) > 1:
         return [found for x in arrays for found in sums_of_squares([x])]
     wide = to_compute_dtype(arrays[0])
@@ -315,9 +315,9 @@ def fresh_variances(
 
     Notes
     -----
-    m' = mean / divisor where v > 0, else 0, as in `frozen_step`; g = (m' - b1 * m) / (1 - b1); f' is `momentum` of f
-    and g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps), where 0 takes the place of an infinite v:
-    such an element rests, so it has no part in how much the steps of the tensor grow. An empty tensor has growth 0.
+    m' = mean / divisor if v > 0, else 0, as in `frozen_step`; g = (m' - b1 * m) / (1 - b1); f' is `momentum` of f and
+    g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps). There, an infinite v counts as 0, since its
+    element does not move, and so has no part in how much the steps of the tensor grow. An empty tensor has growth 0.
     """
     if len(means) != 1:
         return _each_alone(fresh_variances, means, momenta, variances, fresh, numbers, donate=donate)

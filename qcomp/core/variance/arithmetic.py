@@ -1,4 +1,4 @@
-"""The arithmetic of a variance: its bias correction, its floor, and how new gradients change a frozen one.
+"""The arithmetic of a variance: its bias correction, its floor, and how new gradients change a frozen variance.
 
 These are functions of arrays and numbers, also for arrays that JAX traces.
 """
@@ -35,7 +35,7 @@ square is often near zero, and its element would make long steps."""
 def bias_corrections(
     betas: Sequence[tuple[float, float]], which: int, counts: Sequence[Number]
 ) -> list[Number]:
-    """Return the bias corrections 1 - b^count of some tensors, at least those of one step.
+    """Return the bias corrections 1 - b^count of some tensors; a count of 0 counts as 1.
 
     ``which`` is 0 for the momentum and 1 for the variance; ``counts`` says how often each was updated.
     """
@@ -49,7 +49,7 @@ def bias_corrections(
 
 @lru_cache(64)
 def _corrections(beta: float) -> list[float]:
-    """Return the bias corrections by count, until one is 1 in float32."""
+    """Return the bias corrections by count, up to the count from which they are 1 in float32."""
     steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
     return bias_corrections([(beta, beta)] * (1 + steps), 0, range(1 + steps))
 
@@ -83,15 +83,16 @@ def corrected_sum(variance: Sequence[Array], corrections: Sequence[float]) -> fl
 def frozen(
     variance: Sequence[Array], corrections: Sequence[float], exact: Sequence[bool], floor: float
 ) -> tuple[Array, ...]:
-    """Return the variance as a freeze leaves it: bias-corrected for good, and `floored`."""
+    """Return the variance as it is after a freeze: bias-corrected for good, and `floored`."""
     return floored(divided(variance, corrections), exact, floor)
 
 
 def floored(variance: Sequence[Array], exact: Sequence[bool], floor: float) -> tuple[Array, ...]:
     """Return the variance with nonzero elements of compressed tensors raised to ``floor`` times the tensor's mean.
 
-    An element of a compressed momentum is as large as its neighbours, however small it was. Divided by the root of a
-    variance that is a million times smaller than theirs, it would move its parameter by a thousand learning rates.
+    An element of a compressed momentum becomes as large as its neighbours, however small it was. Divided by the root of
+    a variance that is a million times smaller than its neighbours', it would move its parameter by a thousand learning
+    rates.
     """
     return tuple(
         v if is_exact or not floor or not math.prod(v.shape) else _floored(v, floor)
@@ -103,14 +104,14 @@ def _floored(v: Array, floor: float) -> Array:
     xp = array_namespace(v)
     share = floor / math.prod(v.shape)
     least = total(v) * share
-    # The square of a gradient above 2^64 is infinite in float32: its element rests, as in Adam, and the others go on.
+    # The square of a gradient above 2^64 is infinite in float32: its element stays, as in Adam, and others still move.
     of_finite = total(xp.where(xp.isfinite(v), v * share, xp.zeros_like(v)))
     least = xp.where(xp.isfinite(least), least, of_finite)
     return xp.where((v > 0) & (v < least), least, v)
 
 
 def kept_after(beta2: float, steps: int) -> float:
-    """Return the weight that a variance keeps when it is measured again: b2^steps, but at least 3/4, or b2 if smaller.
+    """Return the weight of the old variance when it is measured again: b2^steps, but at least min(b2, 3/4).
 
     ``steps`` is the number of steps since the last measurement.
 
@@ -132,7 +133,7 @@ def measured(
 ) -> tuple[Array, ...]:
     """Return the variance updated with the squares of exact mean gradients, and `floored`.
 
-    ``kept`` holds the weight that the variance of each tensor keeps.
+    ``kept`` holds the weight of the old variance, for each tensor.
     """
     of_each = zip(variance, gradients, kept, strict=True)
     return floored([primitives.momentum(v, g * g, weight, 1.0) for v, g, weight in of_each], exact, floor)
@@ -148,10 +149,10 @@ def step_on_codes(
     betas: Sequence[tuple[float, float]],
     donate: bool,
 ) -> tuple[list[Array], tuple[Array, ...]]:
-    """Return the parameters and momenta after a step of exact mean gradients.
+    """Return the parameters and momenta after a step with exact mean gradients, if the momentum has compressed values.
 
-    The step divides as a compressed step does, since the momentum still holds codes: until exact gradients have
-    replaced these, they are as large for elements with a tiny variance as for all others.
+    The step divides as a compressed step does. Compressed values in the momentum are as large for elements with a tiny
+    variance as for all others, until exact gradients have replaced them.
     """
     of_each = zip(momenta, gradients, betas, strict=True)
     blended = [primitives.momentum(m, g, beta1, 1.0) for m, g, (beta1, _) in of_each]

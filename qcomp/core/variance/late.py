@@ -1,4 +1,4 @@
-"""Late tensors: those with too few steps before the freeze, which make exact steps of their own after it."""
+"""Late tensors, which made too few steps before the freeze, and make exact steps of their own after it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from qcomp.core.state import OptimizerState
 __all__ = ["EXACT_STEPS", "late_tensors", "of_tensors", "steps_of_parts", "with_late", "without_late"]
 
 EXACT_STEPS = "exact_steps"
-"""The key of the number of exact steps that each late tensor must make. Each tensor that is late, since it has made
-fewer, also has the key ``exact_steps.NAME``. States without late tensors have none of these keys."""
+"""The key of the number of exact steps that each tensor must make. A tensor that has made fewer is late, and has the
+key ``exact_steps.NAME``. States without late tensors have none of these keys."""
 
 
 def late_tensors(state: OptimizerState) -> list[int]:
@@ -21,7 +21,7 @@ def late_tensors(state: OptimizerState) -> list[int]:
 
 
 def with_late(tensors: Sequence[int], state: OptimizerState, steps: float) -> OptimizerState:
-    """Return a state in which some more tensors are late, each of which makes ``steps`` exact steps."""
+    """Return a state in which more tensors are late, and make exact steps until they have made ``steps``."""
     if not tensors:
         return state
     late = {f"{EXACT_STEPS}.{state.names[i]}": steps for i in tensors}
@@ -38,7 +38,7 @@ def without_late(tensors: Sequence[int], state: OptimizerState) -> OptimizerStat
 
 
 def of_tensors(state: OptimizerState, tensors: Sequence[int]) -> OptimizerState:
-    """Return a state with the names and arrays of some tensors only; exchange, numbers and compressors are the same."""
+    """Return a state with the names and arrays of only some tensors; exchange, numbers and compressors are the same."""
 
     def of(arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([arrays[i] for i in tensors]) if arrays else ()

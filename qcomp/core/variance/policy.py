@@ -1,9 +1,9 @@
-"""The policy for Adam's variance: when it is frozen, how, and what may change it afterwards.
+"""`VariancePolicy`: when Adam's variance is frozen, how, and what may change it afterwards.
 
 - The freeze: after each step of the warm-up `VariancePolicy.observed` asks the rule. Once the rule freezes, the
   variance of each tensor is divided by its bias correction and gets its floor.
-- Tensors that have made too few steps by the freeze are late: their variance is frozen once they have made enough, see
-  `finished`.
+- Tensors that have made too few steps by the freeze are late: their variance is frozen once they have made enough
+  steps, see `finished`.
 - In the steps of a schedule, the frozen variance is measured again, see `measures` and `measured`.
 - A watch may start a re-warm: exact steps, after which the variance is frozen again, see `reported` and `rewarmed`.
 
@@ -38,7 +38,7 @@ __all__ = ["VariancePolicy", "warn_of_zeros"]
 Betas = Sequence[tuple[float, float]]
 
 _PATIENCE = 10
-"""Windows of 1 / (1 - b2) steps without a freeze before the warning."""
+"""How many windows of 1 / (1 - b2) steps pass without a freeze before a warning."""
 
 _LEFT = "rewarm_steps_left"
 _SINCE, _MEASURED = "variance_steps_since", "variance_measured"
@@ -49,7 +49,7 @@ _SINCE, _MEASURED = "variance_steps_since", "variance_measured"
 class VariancePolicy:
     """What an optimizer's settings say about its variance.
 
-    Some methods take, as ``betas`` and ``counts``, each tensor's decay rates and the number of updates of its variance.
+    In all methods, ``betas`` and ``counts`` hold each tensor's decay rates and the number of updates of its variance.
 
     ``floor`` is the smallest frozen variance of an element of a compressed tensor, as a fraction of the tensor's mean.
     ``schedule`` says which steps measure a frozen variance again.
@@ -78,8 +78,8 @@ class VariancePolicy:
     def warn_if_early(self, betas: Betas, optimizer: str) -> None:
         """Warn of a freeze before a tenth of the steps over which the variance averages.
 
-        By chance, the mean of k squares is below c times its expected value for about c^(k/2) of all elements. Among
-        many elements some then move 1 / sqrt(c) times too far in every step.
+        By chance, the mean of k squares is below c times its expected value for about c^(k/2) of all elements. So some
+        of many elements move 1 / sqrt(c) times too far in every step.
         """
         rule, window = self.rule, round(1 / (1 - _slowest(betas)))
         if isinstance(rule, FreezeAt) and 10 * rule.step < window:
@@ -94,7 +94,7 @@ class VariancePolicy:
     ) -> Observation:
         """Return the answer of the rule after a step; ``rising`` says whether the next step has a larger learning rate.
 
-        Warn of a freeze while the rate rises, and of a very long wait.
+        This warns of a freeze while the rate rises, and of a very long wait.
         """
         rule, step, beta2 = self.rule, state.step, _slowest(betas)
         assert rule is not None
@@ -123,7 +123,7 @@ class VariancePolicy:
     def observed(
         self, state: OptimizerState, betas: Betas, counts: Sequence[int], *, rising: bool
     ) -> OptimizerState:
-        """Return the state after a step of the warm-up, in the stage "compressed" if that step was the last."""
+        """Return the state after a step of the warm-up, in the stage "compressed" if the rule freezes the variance."""
         verdict = self.asked(state, betas, counts, rising=rising)
         if not verdict.frozen:
             return state._replace(history=verdict.history)
@@ -135,7 +135,7 @@ class VariancePolicy:
         return with_late(late, state._replace(stage="compressed", history=()), float(state.step))
 
     def finished(self, state: OptimizerState, betas: Betas, counts: Sequence[int]) -> OptimizerState:
-        """Return the state in which the variance of late tensors with enough steps is frozen as well."""
+        """Return the state after freezing the variance of those late tensors that have made enough steps."""
         done = [i for i in late_tensors(state) if counts[i] >= state.numbers[EXACT_STEPS]]
         if not done:
             return state
@@ -153,7 +153,7 @@ class VariancePolicy:
         return state._replace(variance=tuple(variance))
 
     def begun(self, state: OptimizerState) -> OptimizerState:
-        """Return the state at the start of a stage after the warm-up: measured now, and watched from now on."""
+        """Return the state at the start of a stage after the warm-up, from which measurements and the watch count."""
         if self.schedule is not None:
             numbers = dict.fromkeys((_SINCE, _MEASURED), float(state.step))
             state = state._replace(numbers={**state.numbers, **numbers})
@@ -185,7 +185,7 @@ class VariancePolicy:
     def reported(
         self, state: OptimizerState, news: Sequence[str], beta2: float, optimizer: str
     ) -> OptimizerState:
-        """Warn of ``news`` that the watch reported, and return the state, in a re-warm if the watch asks for one."""
+        """Warn of ``news`` from the watch, and return the state, in a re-warm if the watch has ``rewarm_steps``."""
         steps = self.watch.rewarm_steps if self.watch else 0
         enough = 3 * round(1 / (1 - beta2))
         cure = (
@@ -203,10 +203,10 @@ class VariancePolicy:
         return self._with_left(steps, state)._replace(stage="rewarm") if steps else state
 
     def rewarmed(self, state: OptimizerState) -> OptimizerState:
-        """Return the state after an exact step of a re-warm, whose last step ends in the stage "compressed"."""
+        """Return the state after an exact step of a re-warm; after the last one, in the stage "compressed"."""
         left = int(state.numbers[_LEFT]) - 1
-        # Floored in every step, since momenta hold codes until exact gradients have replaced them.
-        late = late_tensors(state)  # whose variance is not frozen yet
+        # Floored in every step, since momenta hold compressed values until exact gradients have replaced these.
+        late = late_tensors(state)  # their variance is not frozen yet
         has_none = [is_exact or i in late for i, is_exact in enumerate(state.exact)]
         state = state._replace(variance=floored(state.variance, has_none, self.floor))
         return self._with_left(left, state) if left else self.begun(state._replace(stage="compressed"))
@@ -225,8 +225,8 @@ class VariancePolicy:
         """Return a saved state with exactly the entries of this policy: the saved ones if they fit, else new ones.
 
         A state may have been saved without a watch, or by a watch with another sample. If it was saved without
-        ``variance_steps``, these begin at its step. ``begun`` is a state at the start of the saved state's stage, with
-        the same step.
+        ``variance_steps``, these are counted from its step. ``begun`` is a state at the start of the saved state's
+        stage, with the same step.
         """
         watched = zip(begun.names, begun.arrays.get(WATCHED, ()), strict=False)
         wanted: dict[str, Any] = {NUMBER + name: x for name, x in begun.numbers.items()}
@@ -252,7 +252,7 @@ def _slowest(betas: Betas) -> float:
 
 
 def warn_of_zeros(state: OptimizerState, tensors: Iterable[int], until: str) -> None:
-    """Warn of tensors whose gradients were all 0 so far, so that they do not move; ``until`` says how long."""
+    """Warn of tensors that do not move, because all their gradients were 0 so far; ``until`` says how long."""
     sums = totals(state.variance)
     still = [i for i in tensors if not sums[i] and 0 not in state.variance[i].shape]
     if still:

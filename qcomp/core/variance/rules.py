@@ -1,4 +1,4 @@
-"""Rules that decide when an optimizer freezes its variance."""
+"""`VarianceStable` and `FreezeAt`: rules that decide when an optimizer freezes its variance."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Observation(NamedTuple):
 
     frozen: bool
     history: tuple[float, ...]
-    """The history that the rule receives after the next step."""
+    """The history that the rule gets when it is asked after the next step."""
 
 
 class FreezeRule(Protocol):
@@ -38,8 +38,8 @@ class FreezeRule(Protocol):
         norm : callable
             Returns ||v||_1 of the variance after bias correction; called only by rules that need it.
         history : tuple of float
-            What the rule returned after the last step; empty at first, and after each step in which the learning rate
-            rises, since no variance settles before the end of the rise.
+            The history that the rule returned after the last step; empty at first, and while the learning rate rises,
+            since no variance settles before the end of the rise.
         beta2 : float
             The decay of the variance.
         """
@@ -48,7 +48,7 @@ class FreezeRule(Protocol):
 
 @dataclass(frozen=True)
 class FreezeAt:
-    """Freezes after a fixed step: steps 1 to ``step`` are exact, the next one is the first compressed step.
+    """Freezes after a fixed step: steps 1 to ``step`` are exact, and the next step is the first compressed one.
 
     Parameters
     ----------
@@ -90,24 +90,25 @@ class FreezeAt:
 class VarianceStable:
     """Freezes once the variance is stable.
 
-    Let d = 1 / (1 - b2), n_t = ||v_t||_1 after bias correction, and r = n_{t-d} / n_t. It freezes once two conditions
-    hold: in each of the last d steps, min(r, 1 / r) >= threshold and the learning rate did not rise; and the share of
-    v_t from before the last d steps is at least threshold times its steady-state value.
+    Let d = 1 / (1 - b2), n_t = ||v_t||_1 after bias correction, and r = n_{t-d} / n_t. The rule freezes the variance
+    once two conditions hold. In each of the last d steps, min(r, 1 / r) >= threshold, and the learning rate did not
+    rise. And gradients from before the last d steps have a share of the weight in v_t that is at least threshold times
+    their share after infinitely many steps.
 
     Parameters
     ----------
     threshold : float
         The smallest min(r, 1 / r) that counts as stable, above 0 and at most 1. Default 0.96.
     after : int
-        The freeze comes later than this step. Set it to the end of a learning-rate warm-up that is not a schedule.
-        Default 0.
+        The freeze comes later than this step. If the learning rate rises without a schedule, set ``after`` to the end
+        of the rise. Default 0.
 
     Notes
     -----
-    If gradients have no trend, it freezes after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999; after a
-    learning-rate warm-up of w steps, no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021, section 7.1,
-    which compares two norms. Here both directions of change count, since the variance may also shrink. A whole window
-    must be stable, since norms that rise and then fall may be equal once by chance.
+    If gradients have no trend, the freeze comes after about 3.8 / (1 - b2) steps: 378 for b2 = 0.99, 3783 for 0.999.
+    After a learning-rate warm-up of w steps, it comes no earlier than w + 2 / (1 - b2). Source: Tang et al., ICML 2021,
+    section 7.1, which compares two norms. Here both directions of change count, since the variance may also shrink. A
+    whole window must be stable, since norms that rise and then fall may be equal once by chance.
     """
 
     threshold: float = 0.96

@@ -1,4 +1,4 @@
-"""Schedules: functions that select steps by number, equal on all ranks."""
+"""`DoublingIntervals` and `LocalSteps`: functions that select steps by number, equally on all ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ function must consist of arithmetic and comparisons without branches, as in `Dou
 
 @dataclass(frozen=True)
 class DoublingIntervals:
-    """Steps at growing intervals: step 1 first; interval j, from 0, is 2^floor(j / each) steps long.
+    """Steps at growing intervals: step 1, then steps after intervals j = 0, 1, ... of 2^floor(j / each) steps.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class DoublingIntervals:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Steps at the ends of intervals of 1, then 2, 4 and so on, each length for ``double_every`` steps.
+    """Steps at the ends of intervals of 1, then 2, then 4 steps and so on, each length for ``double_every`` steps.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def require_schedule(argument: str, value: object, does: str) -> None:
 
 
 def _floor_log2(number: int) -> int:
-    """Return the logarithm of an integer from 1 to 2^32 - 1, rounded down, also of one that a compiler traces."""
+    """Return the logarithm of an integer from 1 to 2^32 - 1, rounded down; the integer may be traced by a compiler."""
     power = 0
     for step in (16, 8, 4, 2, 1):
         power += step * (number >> (power + step) > 0)

@@ -1,4 +1,4 @@
-"""The watch over a frozen variance, which compares it with the gradients on a few elements of each tensor."""
+"""`VarianceWatch`: compares a frozen variance with the gradients on a few elements of each tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from qcomp.core.variance.late import EXACT_STEPS, late_tensors
 __all__ = ["WATCHED", "VarianceWatch", "is_of_watch", "watch_limits"]
 
 WATCHED = "watched_variance"
-"""The kind of arrays that a watch keeps: the average of the squares of each tensor's sample."""
+"""The kind of arrays that a watch keeps: the averages of the squares of each tensor's sampled gradients."""
 
 _RATIO, _OVERLAP, _STUCK = "variance_ratio", "variance_overlap", "variance_stuck"
 _FELT, _MEASURED = "watch_felt", "watch_measured"
@@ -37,8 +37,8 @@ _KINDS = ("jump", "growth", "shrinkage", "overlap", "stuck", "outgrown")
 _PER_TENSOR, _ALL_TENSORS, _MOST = 16, 64, 4096
 """The fewest elements of an automatic sample for each tensor and for all together, and the most for all together."""
 _ELEMENTS_A_STEP = 4000
-"""An automatic sample sends on average one of this many elements per step: 4 bytes, beside 500 at one bit per
-element."""
+"""On average, an automatic sample sends one of so many elements per step: 4 bytes, beside 500 bytes of codes of one bit
+per element."""
 _ONE_TENSOR = 4.0
 """The ratio of a single tensor may exceed the limit for all tensors together by this factor."""
 _OUTGROWN = 1e4
@@ -46,22 +46,22 @@ _OUTGROWN = 1e4
 _FELT_PER_TENSOR = 16
 """Number of elements that are sampled from the compressed momentum of a tensor."""
 _FELT_EVERY = 2
-"""Steps from one look at the momentum to the next."""
+"""Steps from one measurement of the momentum to the next."""
 _LEARNING = 16
-"""Looks after the freeze in which the usual size of the compressed momentum is learnt."""
+"""Measurements after the freeze from which the usual size of the compressed momentum is learned."""
 _FEEDBACK = 16.0
-"""Feedback makes the momentum up to four times as long as the exact one: this is the square."""
+"""Feedback makes the momentum up to four times as long as the exact momentum; this is the square of that factor."""
 _WORSE, _FAR_WORSE = 4.0, 100.0
-"""How many times worse an excursion must be to be reported again: normally, and in the quiet time after a report."""
+"""By which factor an excursion must be worse to be reported again: normally, and in the quiet time after a report."""
 _OVER = 0.5
 """An excursion is over when it is below this share of its limit."""
 
 
 class _Finding(NamedTuple):
-    """One way in which the frozen variance may not fit."""
+    """What was found about one way in which the frozen variance may not fit."""
 
     excess: float
-    """Above 1 if it does not fit."""
+    """Above 1 if the variance does not fit."""
     says: str
 
 
@@ -69,24 +69,24 @@ class _Finding(NamedTuple):
 class VarianceWatch:
     """Compares the frozen variance with its current value, and warns when it no longer fits.
 
-    It makes two measurements, equal on all ranks:
+    The watch makes two measurements, equal on all ranks:
 
     - In every second step, the norm of the compressed momentum on a few elements of each compressed tensor. While
-      gradients stay as they were at the freeze, sum m^2 <= sum v except for what feedback adds. A jump of the gradients
-      shows here within a few steps. This sends nothing.
+      gradients stay as they were at the freeze, sum m^2 <= sum v except for what feedback adds. This shows a jump of
+      the gradients within a few steps, and sends nothing.
     - Every ``every`` steps, some elements of the mean gradient of each compressed tensor, sent exactly in the same
       messages as the compressed momentum. Their squares are averaged to w as in Adam.
 
     With v the frozen variance of the same elements, ``state.numbers`` has ``"variance_ratio"``, sum w / sum v, and
-    ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1, both NaN until the average is 1 / (1 - b2) steps
-    old; and ``"variance_stuck"``, the share of elements with v = 0 and a current gradient, which cannot move. Clipping
-    keeps the ratio near one, whatever happens to single elements; the overlap detects such changes, but noise in the
-    two averages is enough to keep it below 1.
+    ``"variance_overlap"``, sum min(w, v) / sum max(w, v), from 0 to 1. Both are NaN until the average is 1 / (1 - b2)
+    steps old. ``"variance_stuck"`` is the share of elements with v = 0 and a current gradient, which cannot move.
+    Clipping keeps the ratio near one, whatever happens to single elements. The overlap detects such changes, but even
+    noise in the two averages keeps it below 1.
 
-    The watch reports an excursion when it begins. The excursion ends when the value is below half of its limit. Each
-    report starts a quiet time of 1 / (1 - b2) steps, which doubles with each report. In the quiet time an excursion of
-    a kind reported before is reported again only if it is 100 times worse; after the quiet time, if it is a new one, or
-    four times worse.
+    When a measured value passes its limit, an excursion begins, and the watch reports it. The excursion ends when the
+    value is below half of its limit. Each report starts a quiet time of 1 / (1 - b2) steps, which doubles with each
+    report. In the quiet time, an excursion of a kind that was reported before is reported again only if it is 100 times
+    worse. After the quiet time, it is reported if it is a new one, or four times worse.
 
     Parameters
     ----------
@@ -99,23 +99,24 @@ class VarianceWatch:
     overlap : float
         Report when the overlap is below this, from 0 to below 1. 0, the default, disables this report.
     stuck : float
-        Report when a larger share of the elements cannot move, or has a variance 10 000 times the frozen one, so that
-        its steps are a hundred times too long. Above 0 and at most 1; 1 disables this report. Default 0.001.
+        Report when more than this share of the elements cannot move, or when more have a variance 10 000 times the
+        frozen one, so that their steps are a hundred times too long. Above 0 and at most 1; 1 disables this report.
+        Default 0.001.
     rewarm_steps : int
         If above 0, each report also starts that many exact Adam steps, which continue from the frozen variance and then
-        freeze it again. 3 / (1 - b2) steps renew the variance; fewer than 1 / (1 - b2) keep most of the old one. 0, the
-        default, only warns.
+        freeze it again. 3 / (1 - b2) steps renew the variance; fewer than 1 / (1 - b2) steps keep most of the old
+        variance. 0, the default, only warns.
     sample : int, optional
-        The largest number of sampled elements of all compressed tensors together, but at least one of each. None, the
-        default, adds 0.8% to the bytes of one bit per element: at least 16 elements of a tensor and 64 in all, at most
-        4096 in all.
+        The largest number of elements to sample from all compressed tensors together; at least one is sampled from
+        each. None, the default, adds 0.8% to the bytes of one bit per element. It samples at least 16 elements of each
+        tensor and 64 in all, and at most 4096 in all.
     every : int
         Number of steps from one sample to the next, at most 1 / (1 - b2). Default 8.
 
     Notes
     -----
-    Sends 2 (N - 1) / N * 4 bytes for each element of the sample in a step that measures (in topology "two_phase"),
-    without additional messages. The residuals are kept through the exact steps and fed back after them, so nothing is
+    A step that measures sends 2 (N - 1) / N * 4 bytes for each element of the sample (in topology "two_phase"), without
+    additional messages. Residuals are kept through the exact steps of a re-warm and fed back after them, so nothing is
     lost.
 
     Examples
@@ -159,7 +160,7 @@ class VarianceWatch:
     def begin(self, state: OptimizerState) -> OptimizerState:
         """Return a state without measurements, for the start of a compressed stage.
 
-        It keeps the end of the quiet time, also through a re-warm.
+        The end of the quiet time is kept, even through a re-warm.
 
         Parameters
         ----------
@@ -206,7 +207,7 @@ class VarianceWatch:
     def take(
         self, tensors: Sequence[Array], state: OptimizerState, factors: Sequence[float] | None = None
     ) -> list[Array]:
-        """Return the sample of each tensor, times a factor if given; of size 0 for exact tensors.
+        """Return the sample of each tensor, times a factor if there is one. Samples of exact tensors are empty.
 
         Parameters
         ----------
@@ -226,7 +227,7 @@ class VarianceWatch:
     def observe(
         self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: Sequence[float]
     ) -> tuple[OptimizerState, list[str]]:
-        """Return the state after watching a compressed step, and the reports.
+        """Return the state after the watch has seen a compressed step, and its reports.
 
         Parameters
         ----------
@@ -273,7 +274,7 @@ class VarianceWatch:
             square = math.fsum(squares) / max(1, len(squares))
             level, frozen = numbers[_LEVEL + name], changes.get(_FROZEN + name, numbers[_FROZEN + name])
             usual = max(_FEEDBACK * self.largest * frozen if learning else level, self.largest * frozen)
-            if frozen > 0:  # else it is stuck
+            if frozen > 0:  # an element with a variance of 0 is stuck instead
                 excess[name] = square / (_FEEDBACK * usual)
             if learning:
                 changes[_LEVEL + name] = max(level, square)
@@ -285,7 +286,7 @@ class VarianceWatch:
     def _measured(
         self, state: OptimizerState, gradients: Sequence[Array], beta2: float, eps: Sequence[float]
     ) -> tuple[OptimizerState, dict[str, _Finding]]:
-        """Return the state after samples of the mean gradients have been averaged in, and the findings by kind."""
+        """Return the state with the samples of the mean gradients added to their averages, and the findings by kind."""
         parts = state.arrays[WATCHED]
         decay = beta2 ** self._every(beta2)
         gradient = concat(list(gradients))
@@ -296,7 +297,7 @@ class VarianceWatch:
             for w, average in zip(parts, cut_like(joined, [w.shape[0] for w in parts]), strict=True)
         )
 
-        # The values are the same on all ranks, and summed exactly on the host, so that all ranks decide alike.
+        # The values are equal on all ranks, and summed exactly on the host, so that all ranks decide the same.
         xp = array_namespace(joined)
         now = divide(joined, 1 - decay**count)
         spread = [_spread(v, w.shape[0]) for v, w in zip(state.variance, parts, strict=True)]
@@ -360,10 +361,10 @@ class VarianceWatch:
     def _news(
         self, state: OptimizerState, findings: dict[str, _Finding], window: int
     ) -> tuple[OptimizerState, list[str]]:
-        """Return the state, and those findings that are new."""
+        """Return the state, and the texts of those findings that are new."""
         numbers, says = dict(state.numbers), []
         for kind, (excess, text) in findings.items():
-            # The excess that was reported last: 0 if none was, and below 0 if that excursion has ended since.
+            # The excess in the last report of this kind: 0 without a report, and negated once that excursion has ended.
             last = numbers[_REPORTED + kind]
             quiet = state.step < numbers[_QUIET_UNTIL]
             limit = abs(last) * _FAR_WORSE if quiet else last * _WORSE
@@ -417,7 +418,7 @@ def is_of_watch(key: str) -> bool:
 
 
 def watch_limits(numbers: Mapping[str, float]) -> dict[str, Number]:
-    """Return the limits of those numbers of a state that belong to a watch."""
+    """Return the limits of the numbers of a state that belong to a watch."""
     counts = dict.fromkeys((_FELT, _MEASURED), Number(least=0, whole=True))
     quotients = [name for name in numbers if name.startswith((_REPORTED, _FROZEN, _LEVEL))]
     return counts | dict.fromkeys((_RATIO, _OVERLAP, *quotients), Number(finite=False))
@@ -427,19 +428,19 @@ def _spread(tensor: Array, count: int) -> Array:
     """Return ``count`` equally spaced elements of a tensor, or all if it has fewer."""
     size = math.prod(tensor.shape)
     stride = size // max(1, count) or 1
-    stride -= stride % 2 == 0  # odd: an even one would often stay in a few columns of a matrix
+    stride -= stride % 2 == 0  # odd: an even stride would often stay in a few columns of a matrix
     return flat(tensor)[: min(size, stride * count) : stride]
 
 
 def _to_host(joined: Array, parts: Sequence[Array]) -> list[Sequence[float]]:
-    """Return the elements of a vector as numbers, grouped by the parts that it was joined from."""
+    """Return the elements of a vector as numbers, in one group for each of the parts that were joined to it."""
     values = host_numbers(joined)
     stops = accumulate(part.shape[0] for part in parts)
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
 
 
 def _worst(by_name: Mapping[str, float], most: int = 3) -> str:
-    """Return the names with the largest values, the largest first, down to half of the largest."""
+    """Name the entries with the largest values, the largest first, down to half of the largest."""
     least = max(by_name.values(), default=0.0) / 2
     names = [
         name for name in sorted(by_name, key=lambda n: by_name[n], reverse=True) if by_name[name] >= least

@@ -1,1 +1,1 @@
-"""Topologies, one a file: who sends what to whom. `qcomp.topologies` and `qcomp.extend` are their public side."""
+"""Topologies, one per file: who sends what to whom. `qcomp.topologies` and `qcomp.extend` are the public side."""

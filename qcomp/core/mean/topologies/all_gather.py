@@ -1,4 +1,4 @@
-"""All-gather: each rank sends its payload to all, and all compute the same average."""
+"""`GatherAll`: each rank sends its payload to all ranks, and all compute the same average."""
 
 from qcomp.core.mean.chunks import Chunks
 from qcomp.core.mean.codec import Verdicts
@@ -10,7 +10,7 @@ from qcomp.core.mean.topologies.base import Averaged, Call, Topology, assemble
 __all__ = ["GatherAll"]
 
 _WORKER = 0
-"""The hop of the draws."""
+"""The hop in the keys of random draws."""
 
 
 class GatherAll(Topology):
@@ -25,13 +25,13 @@ class GatherAll(Topology):
     roundings = 1
 
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Take all tensors as one chunk."""
+        """Lay out all tensors as one chunk."""
         return Layout(
             operands, operands.chunks(1) if chunks is None else chunks, Residuals(operands.whole, ())
         )
 
     def stages(self, call: Call) -> Stages[Averaged]:
-        """Send everything to all."""
+        """Send each rank's payload to all ranks, and average all payloads on each rank."""
         layout, codec = call.layout, self.codec(call.values)
         (whole,) = layout.frames
         verdicts = Verdicts(at_once=layout.operands.variable_length)
@@ -55,7 +55,7 @@ class GatherAll(Topology):
         return Averaged(means, worker.residuals, (), unread)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
-        """Return what a rank spends."""
+        """Return by a formula what a mean costs each rank."""
         n = cluster.ranks
         wire = to_all(load.payload, cluster) + announcements(load, 1, cluster)
         codec = load.packed * (load.encode + n * load.add) + load.call

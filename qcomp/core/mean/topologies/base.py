@@ -1,4 +1,4 @@
-"""The base of topologies: who sends what to whom, as pure stages, and what that costs."""
+"""`Topology`, the base of topologies: who sends what to whom, as pure stages, and what that costs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -40,24 +40,24 @@ class Call(NamedTuple):
     worker: Sequence[Array]
     """The residuals of ``layout.residuals.worker``, flat; empty without feedback. They must not be written to."""
     server: Sequence[Array]
-    """The residuals of ``layout.residuals.server``, likewise."""
+    """The residuals of ``layout.residuals.server``; as for ``worker``."""
     key: Key
-    """This rank's key; each compression on the way uses a hop of its own."""
+    """This rank's key. Each compression on the way draws with another hop."""
     donate: bool = False
-    """Whether ``values`` may be used up for the new worker residuals."""
+    """Whether the new worker residuals may overwrite ``values``."""
     blends: Sequence[Blend] = ()
-    """For each tensor, the momentum that it is blended into before compression; empty if there are none."""
+    """For each tensor, the momentum into which it is blended before compression; empty if there are none."""
     overwrite: bool = False
-    """Whether the means may take the buffers of ``values``, once nothing can be refused any more."""
+    """Whether the means may take the buffers of ``values`` once no rank can refuse any more."""
     into: Into = Into()
     whiteners: Sequence[Array] = ()
-    """The whitener of each tensor: workers of an `OwnedMean` send the product with it; empty without whitening."""
+    """The whiteners by which workers of an `OwnedMean` multiply the tensors; empty without whitening."""
     divisor: str = "ranks"
-    """What sums over the ranks are divided by; see `CompressedMean`."""
+    """The divisor of sums over the ranks; see `CompressedMean`."""
 
     @property
     def places(self) -> list[Array] | None:
-        """A buffer for the mean of each tensor; None where arrays are immutable."""
+        """A buffer for the mean of each tensor; None if arrays are immutable."""
         if self.into.means:
             places = list(self.into.means)
         elif self.overwrite and all(map(is_mutable, self.values)):
@@ -78,7 +78,7 @@ class Averaged(NamedTuple):
     server: tuple[Array, ...]
     """The new server residuals; empty without feedback."""
     verdicts: tuple[Array, ...] = ()
-    """The verdicts that could not be read because a compiler traces the mean: bytes; any above 0 is a refusal."""
+    """The verdicts, as bytes, if a tracing compiler kept them from being read; a byte above 0 is a refusal."""
 
 
 class Topology(ABC):
@@ -90,8 +90,8 @@ class Topology(ABC):
 
     Notes
     -----
-    The promises of `qcomp.CompressedMean` are this class's to keep: all ranks decode the same bytes; the old residuals
-    are never written to; if any rank refuses, all raise `NonFiniteError` in the same stage; no rank is left waiting.
+    A subclass must keep the promises of `qcomp.CompressedMean`: all ranks decode the same bytes, the old residuals are
+    never overwritten, no rank is left waiting, and if any rank refuses, all raise `NonFiniteError` in the same stage.
     `Codec` compresses, averages and decodes the chunks of a layout, and `Verdicts` collects refusals.
     """
 
@@ -100,21 +100,21 @@ class Topology(ABC):
     allows_rounds: ClassVar[bool] = False
     """Whether a large mean may be cut into rounds; `lay_out` must then take the chunks of a round."""
     blends: ClassVar[bool] = False
-    """Whether ``Call.blends`` is obeyed; otherwise the momenta are averaged as values."""
+    """Whether `stages` blends as ``Call.blends`` says; otherwise the caller blends, and passes momenta as values."""
     wants_nodes: ClassVar[bool] = False
-    """Whether it matters which ranks share a machine; the ranks then tell each other in `qcomp.CompressedMean.init`."""
+    """Whether it matters which ranks share a machine; if so, ranks tell each other in `qcomp.CompressedMean.init`."""
     roundings: ClassVar[int | None] = 2
-    """How often a value is rounded on its way into a mean; None if that grows with the number of ranks."""
+    """How often compression rounds a value on its way into a mean; None if that grows with the number of ranks."""
 
     @abstractmethod
     def lay_out(self, operands: Operands, chunks: Chunks | None = None) -> Layout:
-        """Resolve the layout of a mean of these tensors.
+        """Return the layout of a mean of these tensors.
 
         Parameters
         ----------
         operands : Operands
         chunks : tuple of chunks, optional
-            The chunks of one round; by default the tensors are cut anew. Only given if `allows_rounds`.
+            The chunks of one round, given only if `allows_rounds`. By default the tensors are cut into chunks here.
         """
 
     def codec(self, tensors: Sequence[Array]) -> Codec:
@@ -141,10 +141,10 @@ class Topology(ABC):
 
     @abstractmethod
     def cost(self, load: Load, cluster: Cluster) -> Cost:
-        """Return what a rank spends on a mean, by a formula."""
+        """Return by a formula what a mean costs each rank."""
 
     def is_exact_on(self, nodes: Nodes) -> bool:  # noqa: ARG002
-        """Return whether nothing is compressed on these nodes; only asked if `wants_nodes`."""
+        """Return whether nothing is compressed on these nodes; called only if `wants_nodes`."""
         return False
 
     def suits(self, nodes: int, ranks_per_node: int) -> bool:  # noqa: ARG002
@@ -153,7 +153,7 @@ class Topology(ABC):
 
 
 def decode_means(codec: Codec, opened: Sequence[Opened], call: Call) -> list[Array]:
-    """Return each tensor's mean from the messages of all chunks, in the buffers ``call.places`` if there are any."""
+    """Return each tensor's mean from the messages of all chunks, written into ``call.places`` if there are any."""
     places = call.places
     if places is None:
         return codec.decode_tensors(opened)

@@ -1,4 +1,4 @@
-"""The automatic choice of a topology."""
+"""`choose_topology`: chooses the fastest topology by the cost model, for "auto"."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from qcomp.core.mean.topologies.registry import names, topology
 __all__ = ["ETHERNET", "choose_topology"]
 
 ETHERNET = Link(bandwidth=1.25e9, latency=50e-6)
-"""The link between nodes unless another is named: 10 Gbit/s, and 50 microseconds a message."""
+"""The default link between nodes: 10 Gbit/s, and 50 microseconds per message."""
 
 _NOTHING = Load(0, 0, variable_length=False, encode=1.0e-9, decode=0.2e-9, add=0.2e-9, copy=0.4e-9)
-"""An empty load with about the times per element of one CPU core with kernels; see docs/benchmarks/kernels.json."""
+"""A load without elements; its times per element are about those of one CPU core, see docs/benchmarks/kernels.json."""
 
 _CLEARLY = 1.1
-"""A topology that rounds in every hop must be this many times as fast: the formulas are no more exact."""
+"""A topology that rounds in every hop must be faster than others by this factor, since the formulas are not exact."""
 
 _MANY = 3
 """The number of roundings assumed for a topology whose roundings grow with the number of ranks."""
@@ -27,9 +27,9 @@ def choose_topology(
 ) -> str:
     """Return the name of the topology that takes the shortest time by the formulas of `Topology.cost`.
 
-    If several take equally long, it is the one that rounds least. A topology whose roundings grow with the number of
-    ranks, such as a ring, must be 1.1 times as fast as all others. A link inside a node is assumed to have 10 GB/s, and
-    nodes of unequal sizes to have their mean size, rounded up.
+    If several take equally long, the topology that rounds least is chosen. A topology whose roundings grow with the
+    number of ranks, such as a ring, must be 1.1 times as fast as all others. Links inside a node are assumed to have 10
+    GB/s, and nodes of unequal sizes to have their mean size, rounded up.
 
     Parameters
     ----------

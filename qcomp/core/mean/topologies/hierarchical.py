@@ -1,4 +1,4 @@
-"""The hierarchical topology: exact sums inside each node, two compressed phases between nodes."""
+"""`Hierarchical`: exact sums inside each node, two compressed phases between nodes."""
 
 import math
 import struct
@@ -25,7 +25,7 @@ from qcomp.core.reporting import name_ranks
 __all__ = ["Hierarchical", "Lanes"]
 
 _WORKER, _SERVER = 0, 1
-"""The hops of the draws."""
+"""The hops in the keys of random draws."""
 _LENGTH_BYTES = 8
 _EXACT_BYTES = 4
 """Bytes of an exact element."""
@@ -33,7 +33,7 @@ _EXACT_BYTES = 4
 
 @dataclass(frozen=True)
 class Lanes:
-    """How tensors are cut: into a lane for every rank of the smallest node, and each lane into a chunk for every node.
+    """How tensors are cut: into a lane per rank of the smallest node, and each lane into a chunk per node.
 
     Rank number l of a node works on lane l, together with rank number l of every other node. Each of these ranks is the
     server of the lane's chunk that has the number of its node. With nodes of one rank there is one lane, with the same
@@ -112,7 +112,7 @@ class _LaneLayout(Layout):
 
     @cached_property
     def lane(self) -> int | None:
-        """The lane that this rank works on; None if the smallest node has no partner for it."""
+        """The lane on which this rank works; None if the smallest node has no rank of the same number."""
         return self.operands.nodes.lane(self.rank)
 
     @cached_property
@@ -131,12 +131,12 @@ class _LaneLayout(Layout):
         return () if self.lane is None else self.frame_of(self.lanes.own_chunks(self.lane))
 
     def sealed_size(self, frame: Frame) -> int:
-        """Return the bytes of a chunk's sealed message; the most if the length varies."""
+        """Return the bytes of a chunk's sealed message, or of the longest one if lengths vary."""
         return sealed_size(frame.nbytes, self.world)
 
     @cached_property
     def relay_sizes(self) -> tuple[int, ...]:
-        """Bytes of each lane's relayed messages; the most if their lengths vary."""
+        """Bytes of each lane's relayed messages; of the longest, if lengths vary."""
         table = self.operands.nodes.count * _LENGTH_BYTES
         return tuple(joined_size([table, *map(self.sealed_size, of_lane)]) for of_lane in self.relayed)
 
@@ -145,22 +145,22 @@ class Hierarchical(Topology):
     """Exact sums inside each node, two phases between nodes, and a relay inside the node.
 
     There are four exchanges. First every rank sends each rank of its node the exact values of that rank's lane, and
-    each rank adds these in rank order. Then the ranks of a lane, one of each node, exchange compressed messages in two
-    phases. Finally each rank relays the messages of the second phase inside its node unchanged, so that all ranks
-    decode the same bytes.
+    each rank adds the values for its lane in rank order. Then the ranks of a lane, one of each node, exchange
+    compressed messages in two phases. Finally each rank relays the messages of the second phase inside its node
+    unchanged, so that all ranks decode the same bytes.
 
     The vector is cut into L lanes of whole buckets, where L is the number of ranks of the smallest node. Rank number l
     of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so nodes of
-    unequal sizes also give the mean over ranks. It compresses the result, and only it stores residuals for the lane, so
-    mean_i e_i in the sum identity is over nodes. If E is the bytes of the exact vector and b the bytes of its payload,
-    this rank sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of its node and 2 (K - 1) / K * b / L to
-    other nodes. A rank beyond the L-th of its node sends E inside the node. A message with a lane's exact values has 8
-    more bytes, one with a chunk up to 16 plus one for each rank, all padded to multiples of 8. With one rank per node,
-    the result equals two phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the
-    work of a node.
+    unequal sizes also give the mean over ranks. Rank l compresses the result, and is the only rank of its node that
+    stores residuals for the lane, so mean_i e_i in the sum identity is a mean over nodes. If E is the bytes of the
+    exact vector and b the bytes of its payload, rank l sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of
+    its node and 2 (K - 1) / K * b / L to other nodes. A rank beyond the L-th of its node sends E inside the node. A
+    message with a lane's exact values has 8 more bytes. A message with a chunk has up to 16 more bytes, and one for
+    each rank. All are padded to multiples of 8. With one rank per node, the result equals two phases, bit for bit.
+    Source: Bagua's hierarchical communication, where one leader does the work of a node.
 
-    A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of it from the
-    relayed messages, and then raise with the same text.
+    A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of the refusal
+    from the relayed messages, and then raise errors with the same text.
     """
 
     name = "hierarchical"
@@ -179,7 +179,7 @@ class Hierarchical(Topology):
         return _NodeShare(call, call.layout).stages()
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
-        """Return what a rank spends."""
+        """Return by a formula what a mean costs each rank."""
         lanes, nodes, copy = cluster.ranks_per_node, cluster.nodes, load.copy
         if nodes == 1:
             exact_load = Load(
@@ -209,7 +209,7 @@ class _NodeSums(NamedTuple):
     """The result of the exchange inside a node, on one rank."""
 
     values: list[Array]
-    """Its lane's parts of the tensors: the node's sum, times the number of nodes, divided by the number of ranks."""
+    """This rank's lane of each tensor, summed over the node, times the number of nodes, divided by all ranks."""
     blamed: set[int]
     """Ranks with values that are not finite; if there are any, ``values`` is meaningless."""
     error: NonFiniteError | None = None
@@ -220,14 +220,14 @@ class _Answer(NamedTuple):
     """The result of the exchanges between nodes, on one rank."""
 
     message: Array
-    """The means of its lane as they arrived from the servers, to be passed on."""
+    """The means of this rank's lane, as the servers have sent them, to be relayed."""
     worker: tuple[Array, ...]
     server: tuple[Array, ...]
     error: NonFiniteError | None
 
 
 class _NodeShare:
-    """One rank's share in a hierarchical mean."""
+    """The work of one rank in a hierarchical mean."""
 
     def __init__(self, call: Call, layout: _LaneLayout) -> None:
         self.call = call
@@ -275,7 +275,7 @@ class _NodeShare:
         return self._add(codec, messages, frame)._replace(error=mine.error)
 
     def _add(self, codec: Codec, messages: Sequence[Array], lane: Frame) -> _NodeSums:
-        """Return the node's share of the mean: the sum over its ranks, times nodes, divided by all ranks."""
+        """Return the sum over the ranks of the node, times the number of nodes, divided by the number of all ranks."""
         blamed = {
             rank
             for rank, message in zip(self.layout.members, messages, strict=True)
@@ -285,7 +285,7 @@ class _NodeShare:
         if blamed:
             return _NodeSums(values, blamed)
         sums = codec.total(self._opened(codec, messages, [lane] * len(messages)))
-        # In lowest terms: with nodes of the same size, and for nodes of one rank, nothing is rounded twice.
+        # In lowest terms, so that with nodes of equal size nothing is rounded twice.
         weight = math.gcd(self.nodes.count, self.layout.world)
         factor, divisor = self.nodes.count // weight, self.layout.world // weight
         for segment, total in zip(lane.chunk, sums, strict=True):
@@ -343,7 +343,7 @@ class _NodeShare:
     def _unseal(
         self, codec: Codec, sealed: Sequence[Array], frames: Sequence[Frame], lane: int
     ) -> tuple[list[Array], set[int]]:
-        """Return the messages of the ranks of a lane, and the ranks to blame for refusals: by default their senders."""
+        """Return the messages of a lane's ranks, and the ranks to blame: the sender of a refusal that blames nobody."""
         messages, blamed = [], set()
         for sender, buffer, frame in zip(self.nodes.team(lane), sealed, frames, strict=True):
             message, accused = unsealed(codec, buffer, frame, sender, self.layout.world)
@@ -352,7 +352,7 @@ class _NodeShare:
         return messages, blamed
 
     def _packed(self, messages: Sequence[Array]) -> Array:
-        """Return several messages as one: their lengths, which may depend on the values, and then themselves."""
+        """Return several messages as one: first their lengths, which may depend on the values, then the messages."""
         lengths = struct.pack(f"<{len(messages)}Q", *(message.shape[0] for message in messages))
         return join([from_host_bytes(lengths, self.call.values[0]), *messages])
 

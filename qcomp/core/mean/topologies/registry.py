@@ -1,4 +1,4 @@
-"""Topologies by name."""
+"""Registers topologies, and finds them by name."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ _registered: dict[str, Topology] = {t.name: t for t in (TwoPhase(), Ring(), Gath
 
 
 def register(topology: Topology) -> Topology:
-    """Make a topology known by its name, in this process; every rank must do so.
+    """Register a topology under its name in this process; every rank must do so.
 
     Installed packages need no call: they list the class or an instance in the entry point group ``qcomp.topologies``,
     and qcomp imports it when its name is used. ``"auto"`` considers registered topologies only, because packages may
@@ -40,9 +40,9 @@ def register(topology: Topology) -> Topology:
     Raises
     ------
     TypeError
-        If it is not a `Topology`.
+        If the argument is not a `Topology`.
     ValueError
-        If its name is taken by another class.
+        If the name is taken by another class.
     """
     if not isinstance(topology, Topology):
         raise TypeError(f"topology is {topology!r}; expected an instance of qcomp.topologies.Topology")
@@ -64,7 +64,7 @@ def topology(name: str) -> Topology:
     Raises
     ------
     ValueError
-        If there is none.
+        If no topology has the name.
 
     Examples
     --------
@@ -109,6 +109,6 @@ def require_divisor(divisor: str, topology: str) -> None:
 
 
 def require_name(name: str) -> None:
-    """Raise ValueError unless this is the name of a topology, or ``"auto"``."""
+    """Raise ValueError unless ``name`` is the name of a topology, or ``"auto"``."""
     if name != AUTO:
         topology(name)

@@ -1,4 +1,4 @@
-"""The ring topology: sums that grow from rank to rank, each compressed anew for the next."""
+"""`Ring`: a topology in which sums grow from rank to rank, compressed anew for each next rank."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,9 +21,9 @@ _SERVER, _FIRST_HOP = 1, 2
 
 
 def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
-    """Return the ranges whose residuals a rank stores: all chunks but its own as worker, and its own as server.
+    """Return the ranges whose residuals a rank stores: as worker all chunks but its own, as server its own.
 
-    Each tensor has at least one range as worker, which may be empty; ``tensors`` is the number of tensors.
+    The worker has at least one range of each tensor, which may be empty; ``tensors`` is the number of tensors.
 
     Examples
     --------
@@ -41,37 +41,38 @@ def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
 
 
 class Ring(Topology):
-    """Sums of each chunk grow from rank to rank, and the means go around as bytes.
+    """The sum of each chunk grows from rank to rank around a ring, and then its mean goes around unchanged.
 
-    The vector is cut into a chunk for every rank, its owner. The sum of a chunk starts at the right neighbour of its
-    owner. In N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its own part, and
-    compresses the result for its right neighbour. Finally the owner adds its part, divides by N and compresses the
-    mean, which travels around the ring unchanged in N - 1 more exchanges, so that all ranks decode the same bytes. A
-    rank sends to its right neighbour only. It compresses each chunk once: the sum, or the mean if it is the owner.
+    The vector is cut into a chunk for every rank, which is the chunk's owner. The sum of a chunk starts at the right
+    neighbour of its owner. In N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its
+    own part, and compresses the result for its right neighbour. Finally the owner adds its part, divides by N and
+    compresses the mean, which travels around the ring unchanged in N - 1 more exchanges, so that all ranks decode the
+    same bytes. A rank sends to its right neighbour only. A rank compresses each chunk once: the sum, or the mean if the
+    rank owns the chunk.
 
-    A rank that finds values out of range sends a refusal instead of a sum. The others pass it on with the ranks to
-    blame. At the end all ranks have all N verdicts, and raise with the same text.
+    A rank that finds values out of range sends a refusal instead of a sum. The other ranks pass the refusal on with the
+    ranks to blame. At the end all ranks have all N verdicts, and raise errors with the same text.
 
-    The sums of exchange s draw from hop 2 + s of a rank's key, the mean from hop 1.
+    The sums of exchange s draw with hop 2 + s of a rank's key, the mean with hop 1.
 
     Notes
     -----
-    With feedback, rank i compresses q = s + p_i + e_i: the sum s that arrived, its part p_i, and its residual of that
-    chunk. It sends C(q) and keeps e_i' = q - C(q). The sum at the owner c is then
+    With feedback, rank i compresses q = s + p_i + e_i: the sum s that arrived, its part p_i, and its residual for the
+    chunk. It sends C(q) and keeps e_i' = q - C(q). At the owner c the sum is then
     sum_i p_i + sum_(i != c) (e_i - e_i'), and with the owner's own residual, which belongs to the mean,
     C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') + e_s - e_s'. Over T steps from residuals of
-    zero the means add up to the sum of the exact means minus what is owed, (1/N) sum_(i != c) e_i + e_s. That is
-    mean_i e_i + e_s, where the e_i of an owner counts as zero for its chunk. A rank stores worker residuals of N - 1
-    chunks and the server residual of one: n elements in all, where two phases store n + n / N.
+    zero the means add up to the sum of the exact means minus what is owed, (1/N) sum_(i != c) e_i + e_s. This is
+    mean_i e_i + e_s, where an owner's e_i counts as zero for its chunk. A rank stores worker residuals for N - 1
+    chunks and the server residual for one, n elements in all; two phases store n + n / N.
 
     If b is the bytes of the payload of the whole vector, a rank sends 2 (N - 1) / N * b, as in two phases, but to one
-    neighbour; each message also has 8 bytes of verdict and one for each rank, padded. Values are added in the order of
-    the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased compressor the
-    mean is unbiased, and its variance is the sum of the variances of all roundings, where the variances of sums are
-    divided by N^2. The owner's part is rounded only once. With two ranks, this is the difference from two phases, where
-    a server also rounds its own part. The sum of values just below 2^100 may be out of range even if their mean is not.
-    A rank checks the sum or the mean that it compresses, not its own part: a finite value of 2^100 or more passes if
-    that sum or mean is below 2^100.
+    neighbour. Each message also has 8 bytes of verdict and one byte for each rank, padded. Values are added in the
+    order of the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased
+    compressor the mean is unbiased. Its variance is the sum of the variances of all roundings; the variances from
+    rounding sums are divided by N^2. The owner's part is rounded only once. With two ranks, this is the only difference
+    from two phases, where a server also rounds its own part. The sum of values just below 2^100 may be out of range
+    even if their mean is not. A rank checks the sum or the mean that it compresses, not its own part: a finite value of
+    2^100 or more passes if that sum or mean is below 2^100.
     """
 
     name = "ring"
@@ -88,10 +89,10 @@ class Ring(Topology):
         return _Share(call).stages()
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
-        """Return what a rank spends."""
+        """Return by a formula what a mean costs each rank."""
         n = cluster.ranks
         sent = 2 * (n - 1) / n * load.payload
-        # What arrives is added to a copy of a rank's own part.
+        # A rank adds the arriving sum to a copy of its own part.
         codec = load.packed * (load.encode + (n - 1) / n * (load.copy + load.add) + load.decode)
         codec += 2 * (n - 1) * load.call
         return Cost(codec, around(sent, cluster) + announcements(load, 2 * (n - 1), cluster), sent)
@@ -102,7 +103,7 @@ class Ring(Topology):
 
 
 class _Share:
-    """One rank's share in a mean around a ring."""
+    """The work of one rank in a mean around a ring."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -144,7 +145,7 @@ class _Share:
             self.codec.open_from(owner, message, frame)
             for owner, (message, frame) in enumerate(zip(messages, layout.frames, strict=True))
         ]
-        after = {**owed, **left}  # residuals without elements stay as they were
+        after = {**owed, **left}  # empty residuals stay as they were
         worker, server = (tuple(after[s] for s in of_kind) if owed else () for of_kind in ranges)
         return Averaged(decode_means(self.codec, opened, self.call), worker, server)
 
@@ -162,7 +163,7 @@ class _Share:
         frame, is_mean = self.layout.frames[owner], owner == self.rank
         chunk = frame.chunk
         values = [self.call.values[s.tensor][s.start : s.stop] for s in chunk]
-        if hop or is_mean:  # into copies of our own, flushed before anything is added
+        if hop or is_mean:  # added into copies, which are flushed first
             values = [
                 flush(x, exact=compressor.traits.lossless)
                 for x, compressor in zip(values, frame.compressors, strict=True)
@@ -195,7 +196,7 @@ class _Share:
         return compressed, blamed
 
     def _to_the_right(self, sealed: Array, owner: int) -> AllToAll:
-        """Return an exchange that sends the message of an owner's chunk right, and receives the next owner's."""
+        """Return an exchange that sends an owner's message to the right, and receives another owner's from the left."""
         nothing = from_host_bytes(b"", sealed)
         size = sealed_size(self.layout.message_sizes[(owner - 1) % self.size], self.size)
         right, ranks = (self.rank + 1) % self.size, range(self.size)

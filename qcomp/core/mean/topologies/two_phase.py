@@ -1,4 +1,4 @@
-"""Two phases: each rank averages a chunk of the vector, and sends the compressed average to all."""
+"""`TwoPhase`: each rank averages a chunk of the vector, and sends the compressed average to all."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def to_servers(
     blends: Sequence[Blend] = (),
     into: Sequence[Array | None] = (),
 ) -> Stages[Arrived]:
-    """Send each server the payload of its chunk, the first phase; see `Codec.encode` for the parameters."""
+    """Make the first phase: send each server the payload of its chunk; see `Codec.encode` for the parameters."""
     verdicts = Verdicts(at_once=layout.operands.variable_length)
     sent = codec.encode(layout.frames, values, residuals, key, donate=donate, blends=blends, into=into)
     arrived = yield AllToAll(sent.messages, layout.arriving_sizes)
@@ -67,7 +67,7 @@ class TwoPhase(Topology):
         return Layout(operands, found, Residuals(operands.whole, found[operands.rank]))
 
     def stages(self, call: Call) -> Stages[Averaged]:
-        """Send each chunk to its server, and its average to all."""
+        """Send each chunk to its server, and each server's average to all."""
         layout, codec = call.layout, self.codec(call.values)
         worker, arrived, verdicts = yield from to_servers(
             codec,
@@ -87,7 +87,7 @@ class TwoPhase(Topology):
         return Averaged(decode_means(codec, opened, call), worker.residuals, server.residuals, unread)
 
     def answers(self, layout: Layout) -> Layout:
-        """Return the layout of the messages that servers send: here the same as of the messages they receive."""
+        """Return the layout of the messages that servers send; the messages that they receive have the same layout."""
         return layout
 
     def serve(
@@ -107,7 +107,7 @@ class TwoPhase(Topology):
         return codec.encode_average(opened, call.server, call.key.at(hop=SERVER), into=call.into.server)
 
     def cost(self, load: Load, cluster: Cluster) -> Cost:
-        """Return the cost of a mean for one rank."""
+        """Return by a formula what a mean costs each rank."""
         n, share = cluster.ranks, load.payload / cluster.ranks
         codec = load.packed * (load.encode * (1 + 1 / n) + load.add + load.decode) + 2 * load.call
         wire = 2 * to_all(share, cluster) + announcements(load, 2, cluster)
