@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from qcomp.core.reporting import warn_caller
 
-__all__ = ["FORMER", "Former", "FormerAttribute", "former"]
-
 
 class Former(NamedTuple):
     """The new name that replaces an old one."""
@@ -32,13 +30,7 @@ _told: set[str] = set()
 
 
 def former(module: str, name: str) -> Any:
-    """Return what an old name of a module stands for, and warn of its first use.
-
-    Raises
-    ------
-    AttributeError
-        If the module neither has nor had such a name.
-    """
+    """Return what an old name of a module stands for, and warn of its first use; AttributeError for other names."""
     old = f"{module}.{name}"
     if old not in FORMER:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

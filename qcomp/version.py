@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-__all__ = ["__version__", "digest_of", "version_and_sources"]
-
 __version__ = "1.0.0rc1"
 """The release, such as "1.0.0"."""
 

@@ -45,13 +45,7 @@ _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
 
 
 def matrix(text: str) -> tuple[int, int]:
-    """Return rows and columns from ``"1024x4096"``.
-
-    Examples
-    --------
-    >>> matrix("1024x4096")
-    (1024, 4096)
-    """
+    """Return rows and columns from ``"1024x4096"``."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise ValueError(f"{text!r} is not understood; expected rows and columns such as 1024x4096")

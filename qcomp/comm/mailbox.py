@@ -10,8 +10,6 @@ from qcomp.comm.stores import store_at
 from qcomp.comm.verbs import described
 from qcomp.core.errors import CommunicatorError
 
-__all__ = ["FolderMailbox"]
-
 _DIGEST = 16
 """Bytes of the digest at the start of a file."""
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Store", "store_at"]
-
 
 class Store(Protocol):
     """A place that holds files."""

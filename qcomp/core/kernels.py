@@ -177,12 +177,8 @@ def primitive(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Decorate a pure function, which defines arguments and results, so that kernels of the same name replace it.
 
-    Parameters
-    ----------
-    like : str
-        The argument that selects the kernel. The kernel gets all arguments; the pure function runs if it returns None.
-    several : bool
-        Whether that argument is a sequence of arrays, of which the first selects the kernel.
+    The argument ``like`` selects the kernel, with ``several`` the first array in it. The kernel gets all arguments; the
+    pure function runs if it returns None.
     """
 
     def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

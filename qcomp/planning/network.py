@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from qcomp.core.mean.nodes import Nodes, learn_nodes
-from qcomp.core.mean.stages import Transport
+from qcomp.core.mean.nodes import Nodes, node_stages
+from qcomp.core.mean.stages import Transport, drive
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 from qcomp.planning.cluster import INSIDE, Cluster, Link
 
@@ -53,7 +53,9 @@ def measure_network(
     """
     if comm.size < 2:
         raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure the links between them")
-    of_rank = learn_nodes(comm, like=like) if hasattr(comm, "host") else tuple(range(comm.size))
+    of_rank, host = tuple(range(comm.size)), getattr(comm, "host", None)
+    if hasattr(comm, "host"):
+        of_rank = drive(node_stages(host, size=comm.size, like=like, topology="hierarchical"), comm)
     nodes = Nodes(of_rank)
     lanes = nodes.lanes
     if any(len(members) != lanes for members in nodes.members):

@@ -18,13 +18,7 @@ _BANDWIDTHS = {
 
 
 def count(text: str) -> int:
-    """Return a count, such as of parameters, from ``"350M"``, ``"1.5B"`` or ``"1000"``.
-
-    Examples
-    --------
-    >>> count("350M"), count("1.5b")
-    (350000000, 1500000000)
-    """
+    """Return a count, such as of parameters, from ``"350M"``, ``"1.5B"`` or ``"1000"``."""
     return round(_read(text, _COUNTS, "a count such as 350M, 1.5B or 1000"))
 
 
@@ -51,13 +45,7 @@ def bandwidth(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Return seconds from ``"25us"``, ``"300ms"`` or ``"1.5s"``.
-
-    Examples
-    --------
-    >>> seconds("300ms")
-    0.3
-    """
+    """Return seconds from ``"25us"``, ``"300ms"`` or ``"1.5s"``."""
     return _read(text, _SECONDS, "a time such as 25us, 300ms or 1.5s")
 
 

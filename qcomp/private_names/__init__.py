@@ -13,21 +13,8 @@ __all__ = ["require"]
 def require(owner: Any, name: str, purpose: str, *, library: str, versions: str) -> Any:
     """Return an attribute that its library may drop.
 
-    Parameters
-    ----------
-    owner : module, class or object
-        What should have the attribute.
-    name : str
-        The name of the attribute.
-    purpose : str
-        What qcomp needs the attribute for; the error says it after "to".
-    library, versions : str
-        The package, and the versions of it that are known to have the attribute, as for pip.
-
-    Raises
-    ------
-    ImportError
-        If the installed version of the library lacks the attribute.
+    Raises ImportError if the installed version lacks it. ``purpose`` says what qcomp needs it for; the error says this
+    after "to". ``versions`` are known to have the attribute, as for pip.
 
     Examples
     --------

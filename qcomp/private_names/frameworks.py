@@ -2,8 +2,6 @@
 
 import inspect
 
-__all__ = ["saves_one_rank"]
-
 _SAVERS = {
     ("accelerate.checkpointing", "save_accelerator_state"): "Accelerate",
     ("accelerate.checkpointing", "save_custom_state"): "Accelerate",

@@ -10,8 +10,6 @@ import numba
 
 from qcomp.private_names import require
 
-__all__ = ["cache_of", "use_cache", "value_of"]
-
 _require = partial(require, library="numba", versions=">=0.61,<0.69")
 _caching = _require(numba.core, "caching", "store compiled kernels")
 _FunctionCache = _require(_caching, "FunctionCache", "store compiled kernels")

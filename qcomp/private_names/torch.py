@@ -10,26 +10,6 @@ import torch
 
 from qcomp.private_names import require
 
-__all__ = [
-    "COMPILED",
-    "ScaledStep",
-    "averages_over_replicas",
-    "call_at_end",
-    "default_store",
-    "found_inf",
-    "fsdp_state_of",
-    "grad_scale",
-    "hooks_of",
-    "hooks_of_loading",
-    "hooks_of_saving",
-    "ignored_by",
-    "is_joined_without",
-    "runs_hooks",
-    "take_off_scale",
-    "timeout_of",
-    "writes_to",
-]
-
 _require = partial(require, library="torch", versions=">=2.6,<2.14")
 
 COMPILED = "_orig_mod"

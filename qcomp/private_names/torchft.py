@@ -6,8 +6,6 @@ from typing import Any
 
 from qcomp.private_names import require
 
-__all__ = ["asks_in_background"]
-
 
 def asks_in_background(manager: Any) -> bool:
     """Return whether a ``torchft.Manager`` asks for quorums while gradients are computed."""

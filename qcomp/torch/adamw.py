@@ -17,8 +17,6 @@ from qcomp.integrations.ddp.parameters import plain_name
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.state_format import OfRank
 
-__all__ = ["BeginsAsAdamW"]
-
 _STEP, _MOMENTUM, _VARIANCE, _LARGEST = "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 _DECOUPLED = "decoupled_weight_decay"
 _USUAL = {"amsgrad": False, "maximize": False}

@@ -17,8 +17,6 @@ from qcomp.core.variance.watch import VarianceWatch
 from qcomp.torch.adamw import BeginsAsAdamW
 from qcomp.torch.optimizer import AveragingOptimizer, arguments
 
-__all__ = ["CompressedSGD", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam"]
-
 
 class CompressedSGD(AveragingOptimizer):
     """SGD with momentum on the compressed mean gradient: `qcomp.CompressedSGD` as an optimizer of torch.

@@ -16,8 +16,6 @@ from qcomp.torch.outer import LOOPED, StepCalls
 from qcomp.torch.parameters import plain_products
 from qcomp.torch.trained_parameters import Trained
 
-__all__ = ["AsynchronousOuterLoop"]
-
 
 class AsynchronousOuterLoop:
     """Lets the steps of torch's optimizers be the inner steps of a `qcomp.outer.Asynchronous` loop.

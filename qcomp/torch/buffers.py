@@ -21,8 +21,6 @@ from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["WITH_A_MEAN", "Buffer", "buffers_of", "combine_stages", "of_first_stages", "own_part"]
-
 WITH_A_MEAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OF_FIRST, _MEAN, _VARIANCE, _LEAST, _GREATEST = "that of rank 0", "mean", "variance", "least", "greatest"
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,8 +11,6 @@ from qcomp.core.optimizers.agreement import difference_in_values
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 
-__all__ = ["COMPARED", "compare_parameters", "of_first_rank"]
-
 COMPARED = frozenset([0, *(10**power for power in range(1, 8))])
 """The numbers of completed steps after which the ranks compare their parameters."""
 

@@ -36,8 +36,6 @@ if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         f"qcomp.torch.fsdp needs torch 2.9 or newer, whose FSDP2 can use other collectives; this is {torch.__version__}"
     )
 
-__all__ = ["GatheredWeights", "ReplicatedGradients", "Rules", "ScatteredGradients"]
-
 _SAME_MODULES = (
     "every rank must run the same modules of a sharded model in the same order; a rank that would skip a module must "
     "run it and multiply the result by zero"

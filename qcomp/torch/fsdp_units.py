@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qcomp.private_names.torch import COMPILED, averages_over_replicas, fsdp_state_of
 from qcomp.torch.parameters import require_values
 
-__all__ = ["Unit", "units_of"]
-
 _state_of = fsdp_state_of()
 
 

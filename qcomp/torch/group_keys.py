@@ -6,8 +6,6 @@ from typing import Any
 
 from qcomp.core.checkpoint.schema import shown
 
-__all__ = ["require_read"]
-
 _OF_TORCH = {"amsgrad": False, "dampening": 0, "maximize": False, "nesterov": False}
 """Settings of torch's optimizers that change their steps, with the values that match the steps of this library."""
 _OF_OTHERS = {

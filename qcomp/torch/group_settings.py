@@ -14,8 +14,6 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.groups import Group
 from qcomp.core.policies.exact_below import ExactPolicy, Tensor
 
-__all__ = ["LiveSettings", "compressors_of", "exact_of", "out_of_arrays", "split_last_rate"]
-
 OF_GROUPS = ("betas", "eps")
 """The settings, besides the rate and the decay, that may differ between groups."""
 

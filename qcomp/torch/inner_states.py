@@ -16,8 +16,6 @@ from qcomp.torch.buffers import WITH_A_MEAN, own_part
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.trained_parameters import Trained
 
-__all__ = ["InnerOfTorch", "Written"]
-
 Written = list[tuple[Any, Any]]
 """Entries of states, each with its new value."""
 

@@ -18,8 +18,6 @@ from qcomp.torch.group_settings import exact_of
 from qcomp.torch.muon_shards import own_shard, sharding_of
 from qcomp.torch.optimizer import AveragingOptimizer, arguments
 
-__all__ = ["Muon"]
-
 
 class Muon(AveragingOptimizer):
     """Muon for matrices with compressed gradients and updates, AdamW for all else: `qcomp.Muon` as a torch optimizer.

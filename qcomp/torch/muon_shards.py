@@ -14,8 +14,6 @@ from qcomp.core.mean.stages import Owner, Stages, drive, owned
 from qcomp.core.reporting import name_ranks
 from qcomp.torch.buffers import own_part
 
-__all__ = ["own_shard", "sharding_of"]
-
 
 def own_shard(x: Any) -> Any:
     """Return this rank's shard of a parameter or gradient as a flat view; the shard is contiguous."""

@@ -37,9 +37,6 @@ from qcomp.torch.parameters import (
 )
 from qcomp.torch.state_saving import SavedOptimizer
 
-__all__ = ["AveragingOptimizer", "arguments", "communicator", "untraced"]
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -35,8 +35,6 @@ from qcomp.torch.parameters import plain_products
 from qcomp.torch.positions import without_positions
 from qcomp.torch.trained_parameters import Trained
 
-__all__ = ["LOOPED", "OuterLoop", "StepCalls"]
-
 _STEP_FILE = torch.optim.Optimizer.register_step_pre_hook.__code__.co_filename
 """The file of torch with the function that runs the hooks of a step."""
 
@@ -384,13 +382,7 @@ def _has_stepped(optimizer: Any) -> bool:
 
 
 class _InnerSaves:
-    """Notices when the states of inner optimizers are saved without the state of their loop.
-
-    Attributes
-    ----------
-    has_own : bool
-        Whether the loop's state was saved since the last inner step.
-    """
+    """Notices when the states of inner optimizers are saved without the state of their loop."""
 
     def __init__(self) -> None:
         self.has_own = False

@@ -13,16 +13,6 @@ from torch.nn.parameter import is_lazy
 from qcomp.core.numeric.arrays import host_bytes, sharing
 from qcomp.integrations.ddp.parameters import averaged_by, plain_name
 
-__all__ = [
-    "inside_wrapper",
-    "mark_of",
-    "names_of",
-    "plain_products",
-    "require_dense",
-    "require_memory_of_its_own",
-    "require_values",
-]
-
 _ROW = 1 << 12
 
 
@@ -35,18 +25,8 @@ def inside_wrapper(optimizer: Any) -> Any:
 def names_of(groups: Sequence[Mapping[str, Any]], model: Any) -> list[list[str]]:
     """Return, for each group, the names of its parameters that require gradients.
 
-    Parameters
-    ----------
-    groups : sequence of mappings
-        The ``param_groups``.
-    model : torch.nn.parallel.DistributedDataParallel or None
-        With a model, the names are those within its module. Without one, they are the given names, else numbers. Each
-        is a `plain_name`.
-
-    Raises
-    ------
-    ValueError
-        If the parameters are not the model's.
+    With a model, names are those within its module; without one, the given names, else numbers. Each is a `plain_name`.
+    Raises ValueError if the parameters are not the model's.
     """
     of_model = None if model is None else {id(p): name for name, p in averaged_by(model)}
     found: list[list[str]] = []

@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from qcomp.core.checkpoint.gathering import of_rank, rank_of
 
-__all__ = ["LoadPlanner"]
-
 
 class LoadPlanner(DefaultLoadPlanner):
     """Planner of ``torch.distributed.checkpoint.load`` for a state that another number of ranks has saved.

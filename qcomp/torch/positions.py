@@ -14,8 +14,6 @@ from qcomp.torch.buffers import own_part
 from qcomp.torch.optimizer import AveragingOptimizer
 from qcomp.torch.parameters import mark_of
 
-__all__ = ["Place", "Positions", "entries"]
-
 Place = tuple[int, tuple[str | int, ...]]
 """The number of an optimizer, and the keys to an entry in the state of each of its parameters."""
 

@@ -13,8 +13,6 @@ from qcomp.core.checkpoint.schema import Entries, Several, read, shown
 from qcomp.core.optimizers.makers import without_groups
 from qcomp.integrations.ddp.parameters import plain_name
 
-__all__ = ["OfRank", "flattened", "groups_to_load", "nested", "of_no_parameter", "of_ranks", "own_part"]
-
 _SHARED = "shared"
 """The key of a parameter's entry with the arrays that are equal on all ranks, and the parameter's name."""
 

@@ -33,8 +33,6 @@ from qcomp.torch.state_format import (
     own_part,
 )
 
-__all__ = ["SavedOptimizer"]
-
 _Result = TypeVar("_Result")
 
 

@@ -18,8 +18,6 @@ from qcomp.torch.buffers import buffers_of, combine_stages, of_first_stages, own
 from qcomp.torch.parameters import inside_wrapper, require_memory_of_its_own
 from qcomp.torch.positions import Positions, entries
 
-__all__ = ["Trained"]
-
 _LOOKS = 100
 """At least this many of the first inner steps look for positions; later, only steps that exchange do."""
 

@@ -38,17 +38,8 @@ def frozen_steps(
 ) -> None:
     """Make a step with a frozen variance for each of several tensors.
 
-    Parameters
-    ----------
-    tensors : Table
-        The addresses of p, m and v, then of the arrays for the new p and m, which may be the old ones.
-    sizes : sequence of int
-        Elements of each tensor.
-    numbers : sequence of StepNumbers
-    divisors : sequence of float
-        The divisor of each m. Unless it is 1, the array of m is overwritten.
-    dtype : dtype
-        The dtype of all arrays.
+    A row of ``tensors`` has the addresses of p, m and v, then of the arrays for the new p and m, which may be the old
+    ones. ``divisors`` has the divisor of each m, whose array is used up unless this is 1.
     """
     of_each = zip(numbers, divisors, strict=True)
     rows = [(*step, step.weight_decay != 0, divisor, divisor != 1) for step, divisor in of_each]
@@ -65,18 +56,9 @@ def adam_steps(
 ) -> None:
     """Make a step of Adam for each of several tensors.
 
-    Parameters
-    ----------
-    tensors : Table
-        The addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v: the old ones, or
-        three others. The array for directions is never p.
-    sizes : sequence of int
-        Elements of each tensor.
-    numbers : sequence of AdamNumbers
-    dtype : dtype
-        The dtype of all arrays.
-    moves : bool
-        Whether the array for the new p receives it. If not, it receives the direction along which a rate would move p.
+    A row of ``tensors`` has the addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v:
+    the old ones, or three others. Unless it ``moves``, the array for the new p, which is never the old one, gets the
+    direction along which a rate would move p.
     """
     rows = [
         (

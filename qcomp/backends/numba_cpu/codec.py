@@ -133,21 +133,9 @@ def run_decoder(
 def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | None) -> bool:
     """Compress x plus the residual, and store what is lost as the new residual.
 
-    Parameters
-    ----------
-    encoder : Encoder
-        The encoder of an array x, shape (n,).
-    residual : array, shape (n,), or None
-        None compresses x alone.
-    residual_out : array, shape (n,), or None
-        Receives the new residual: the residual itself, x unless it is blended, an array that shares memory with
-        neither, or None if the residual is None.
-
-    Returns
-    -------
-    bool
-        False if x plus the residual holds a NaN or a magnitude of at least 2**100. Then the payload is garbage. A
-        donated residual is unchanged; a donated x is lost.
+    Without a residual it compresses x alone. The new residual is in ``residual_out``: the residual itself, x unless it
+    is blended, or an array that shares memory with neither. Returns False if x plus the residual holds a NaN or a
+    magnitude of at least 2**100. Then the payload is garbage, a donated residual is unchanged, and a donated x is lost.
     """
     if residual is None or residual_out is None:
         return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, NO_RESIDUAL)
@@ -186,23 +174,9 @@ def compress_mean(
 ) -> bool:
     """Compress the means of payloads, plus the residuals if there are some.
 
-    Parameters
-    ----------
-    decode, encode : callable
-        Kernels of the same compressor.
-    bucket_size : int
-        Elements in a bucket.
-    received : Decoded
-        The payloads, and the vectors that receive their means.
-    sent : ToEncode
-        The same vectors, to be compressed.
-    mode : int
-        With ``OVER_INPUT`` the new residuals overwrite the vectors; with ``NO_RESIDUAL`` the vectors keep the means.
-
-    Returns
-    -------
-    bool
-        Whether all values were in range; otherwise payloads and vectors are garbage.
+    ``received`` has the payloads and the vectors for their means, ``sent`` the same vectors, to be compressed. In the
+    mode ``OVER_INPUT`` the new residuals overwrite the vectors; with ``NO_RESIDUAL`` the vectors keep the means.
+    Returns whether all values were in range; otherwise payloads and vectors are garbage.
     """
     block = max(1, BLOCK // bucket_size)
 

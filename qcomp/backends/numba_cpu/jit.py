@@ -91,17 +91,10 @@ class Kernel:
     The signature declares input arrays as read-only, and accepts both read-only and writable ones. Without it numba
     would compile a version for every combination.
 
-    Parameters
-    ----------
-    function : callable
-        Written in the subset of Python that numba compiles.
-    signature : str
-        In numba's notation, with ``f32_in``, ``f32``, ``u8_in``, ``u8`` and the like for one-dimensional arrays.
-    kind : str, optional
-        Distinguishes the version for float64 in the cache.
+    The function is written in the subset of Python that numba compiles, and the signature in numba's notation, with
+    ``f32_in``, ``f32``, ``u8_in``, ``u8`` and the like for one-dimensional arrays. ``kind`` distinguishes the version
+    for float64 in the cache.
 
-    Notes
-    -----
     The version for float64 is compiled at its first call. In its signature, float64 takes the place of float32.
 
     Compiled code is stored where ``NUMBA_CACHE_DIR`` or ``NUMBA_CACHE_LOCATOR_CLASSES`` say, else in a

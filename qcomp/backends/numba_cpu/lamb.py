@@ -29,17 +29,7 @@ _ROWS_OF = 1 << 15
 
 
 def sums_of_squares(addresses: Longs, sizes: Sequence[int], dtype: np.dtype[Any]) -> list[float]:
-    """Return the sum of the squares of each array; see `qcomp.core.numeric.sums.sum_of_squares`.
-
-    Parameters
-    ----------
-    addresses : array of int64
-        The address of each array.
-    sizes : sequence of int
-        Elements of each array.
-    dtype : dtype
-        The dtype of all arrays.
-    """
+    """Return the sum of the squares of each array; see `qcomp.core.numeric.sums.sum_of_squares`."""
     peaks = _peaks(addresses, sizes, dtype)
     powers = [math.ldexp(1.0, math.frexp(peak)[1] - 1) if math.isfinite(peak) else 1.0 for peak in peaks]
     heights = [_height(size) for size in sizes]
@@ -67,16 +57,9 @@ def fresh_variances(
 ) -> list[float]:
     """Make the momentum and the fresh variance of each of several tensors; return the growth of each.
 
-    Parameters
-    ----------
-    tensors : array of int64
-        A row of addresses for each tensor: the averaged momentum, which the new momentum overwrites; the last momentum;
-        the frozen variance; the fresh variance; and the array for the new fresh variance, which may be the old one.
-    sizes : sequence of int
-        Elements of each tensor.
-    numbers : sequence of FreshNumbers
-    dtype : dtype
-        The dtype of all arrays.
+    A row of ``tensors`` has the addresses of the averaged momentum, which the new momentum overwrites; the last
+    momentum; the frozen variance; the fresh variance; and the array for the new fresh variance, which may be the old
+    one.
     """
     table, lengths = tensors.reshape(-1), np.asarray(sizes, np.int64)
     ends = np.cumsum(-(-lengths // _RUN))

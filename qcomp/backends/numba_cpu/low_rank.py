@@ -29,13 +29,7 @@ _RUN = 1 << 12
 def compensate(x: Floats, residual: Floats, out: Floats) -> float:
     """Let out = flush(flush(x) + residual), and return its largest magnitude, or NaN if it holds one.
 
-    Parameters
-    ----------
-    x : array, shape (n,)
-    residual : array, shape (n,)
-        An empty array means that there is no residual, and that values are exact.
-    out : array, shape (n,)
-        May be x.
+    An empty residual stands for none, and exact values; ``out`` may be x.
     """
     over = x.ctypes.data == out.ctypes.data
     kernel, runs = _compensate.of(x.dtype), -(-x.size // _RUN)
@@ -44,28 +38,13 @@ def compensate(x: Floats, residual: Floats, out: Floats) -> float:
 
 
 def take_low_rank(left: Floats, right: Floats, matrix: Floats, out: Floats, rows: int) -> None:
-    """Let out = the product of two factors, and subtract it from the matrix; see `qcomp.core.primitives`.
-
-    Parameters
-    ----------
-    left, right : array, shapes (rank * rows,) and (rank * columns,)
-    matrix, out : array, shape (rows * columns,)
-    rows : int
-        At least 1.
-    """
+    """Let out = the product of two factors, and subtract it from the matrix; see `qcomp.core.primitives`."""
     kernel, columns = _take_low_rank.of(matrix.dtype), matrix.size // rows
     threads.run(lambda a, b: kernel(left, right, matrix, out, rows, columns, a, b), rows, columns)
 
 
 def orthonormal(rows: Floats, count: int, out: Floats) -> None:
-    """Let out = an orthonormal basis of the rows; see `qcomp.core.numeric.low_rank.orthonormal`.
-
-    Parameters
-    ----------
-    rows, out : array, shape (count * length,)
-    count : int
-        At least 1.
-    """
+    """Let out = an orthonormal basis of the rows; see `qcomp.core.numeric.low_rank.orthonormal`."""
     length = rows.size // count
     padded = 1 << max(0, length - 1).bit_length()
     row, shares, sums = (np.empty(size, rows.dtype) for size in (length, count, padded))

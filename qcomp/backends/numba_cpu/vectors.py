@@ -40,32 +40,14 @@ def largest_sum(x: Floats, y: Floats) -> float:
 
 
 def finish_mean(total: Floats, count: int) -> None:
-    """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0.
-
-    Parameters
-    ----------
-    total : array, shape (n,)
-        The sum, from the decoders with ``accumulate=True``, in rank order.
-    count : int
-        Number of ranks.
-    """
+    """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0."""
     threads.run(
         lambda a, b: _finish.of(total.dtype)(total, count, a * _RUN, b * _RUN), -(-total.size // _RUN), _RUN
     )
 
 
 def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> None:
-    """Let out = beta1 * m + (1 - beta1) * scale * g, with the roundings of NumPy's expression.
-
-    Parameters
-    ----------
-    m, g : array, shape (n,)
-        The common momentum, and this rank's gradient.
-    beta1, scale : float
-        The decay, and the factor by which clipping scales the gradient.
-    out : array, shape (n,)
-        May be m.
-    """
+    """Let out = beta1 * m + (1 - beta1) * scale * g, with the roundings of NumPy's expression; out may be m."""
     kernel, new = _momentum.of(m.dtype), (1 - beta1) * scale
 
     def work(a: int, b: int) -> None:
@@ -77,13 +59,7 @@ def momentum(m: Floats, g: Floats, beta1: float, scale: float, out: Floats) -> N
 def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> None:
     """Let new = beta1 * m + (1 - beta1) * g, and ahead = beta1 * new + (1 - beta1) * g, rounded like `momentum`.
 
-    Parameters
-    ----------
-    m, g : array, shape (n,)
-        The momentum and the gradient.
-    beta1 : float
-    new, ahead : array, shape (n,)
-        Must not overlap m or g.
+    The arrays ``new`` and ``ahead`` must not overlap m or g.
     """
     kernel = _nesterov.of(m.dtype)
     threads.run(
@@ -92,29 +68,14 @@ def nesterov(m: Floats, g: Floats, beta1: float, new: Floats, ahead: Floats) -> 
 
 
 def in_range(x: Floats) -> bool:
-    """Return whether every value is +0, or has a magnitude from 2^-126 to below 2^100.
-
-    Parameters
-    ----------
-    x : array, shape (n,)
-    """
+    """Return whether every value is +0, or has a magnitude from 2^-126 to below 2^100."""
     return all(
         threads.run(lambda a, b: _in_range.of(x.dtype)(x, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
     )
 
 
 def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> None:
-    """Let out = p - rate * (d + decay * p), with the roundings of NumPy's expression; a decay of 0 adds nothing.
-
-    Parameters
-    ----------
-    p, d : array, shape (n,)
-        Parameters and their direction.
-    rate, decay : float
-        Learning rate and weight decay coefficient.
-    out : array, shape (n,)
-        May be p.
-    """
+    """Let out, perhaps p, be p - rate * (d + decay * p), rounded like NumPy's expression; a decay of 0 adds nothing."""
     kernel, in_place = _descend.of(p.dtype), p.ctypes.data == out.ctypes.data
 
     def work(a: int, b: int) -> None:
@@ -124,15 +85,7 @@ def descend(p: Floats, d: Floats, rate: float, decay: float, out: Floats) -> Non
 
 
 def scale(x: Floats, factor: float, out: Floats) -> None:
-    """Let out = factor * x, rounded once; a product below 2**-126 becomes +0.
-
-    Parameters
-    ----------
-    x : array, shape (n,)
-    factor : float
-    out : array, shape (n,)
-        Must not overlap x.
-    """
+    """Let out, which must not overlap x, be factor * x, rounded once; a product below 2**-126 becomes +0."""
     threads.run(lambda a, b: _scale.of(x.dtype)(x, factor, out, a * _RUN, b * _RUN), -(-x.size // _RUN), _RUN)
 
 

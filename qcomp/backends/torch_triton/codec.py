@@ -69,23 +69,10 @@ def encode(
 ) -> None:
     """Compress x plus the residual, and store what is lost as the new residual.
 
-    Parameters
-    ----------
-    family : Family
-    x : tensor of float32, float16 or bfloat16
-    blend : Blend, optional
-        Compress the momentum that x is blended into.
-    residual : tensor of float32, or None
-        None compresses x alone.
-    stream : tuple of three int
-        ``seed``, ``hop`` and ``first_block`` of `qcomp.backends.torch_triton.philox.draws16`, or `NO_DRAWS`.
-    parts : mapping of tensors
-        The fields of the payload, codes first, to be filled; the gap between codes and scales is filled too.
-    out : tensor of float32, or None
-        The buffer for the new residual: x, the old residual, or a tensor that overlaps with neither. None without a
-        residual.
-    refused : tensor of uint8, shape (1,)
-        Becomes 1 if a value is out of range.
+    ``stream`` is ``seed``, ``hop`` and ``first_block`` of `qcomp.backends.torch_triton.philox.draws16`, or `NO_DRAWS`.
+    The fields in ``parts``, codes first, are filled, and so is the gap between codes and scales. ``out`` gets the new
+    residual: x, the old residual, or a tensor that overlaps with neither. ``refused`` becomes 1 if a value is out of
+    range.
     """
     c = family.compressor
     tiles = cut(x.numel(), c.traits.bucket_size)
@@ -116,18 +103,7 @@ def encode(
 
 
 def decode(family: Family, parts: Mapping[str, Any], out: Tensor, *, accumulate: bool) -> None:
-    """Decompress codes into a buffer, or add their values to it.
-
-    Parameters
-    ----------
-    family : Family
-    parts : mapping of tensors
-        The fields of the payload, codes first.
-    out : tensor of float32, float16 or bfloat16
-        Receives the values.
-    accumulate : bool
-        Whether to add the values to ``out``.
-    """
+    """Decompress codes into a buffer, or add their values to it."""
     c = family.compressor
     tiles = cut(out.numel(), c.traits.bucket_size)
     _decode[tiles.grid](

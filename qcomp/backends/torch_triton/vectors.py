@@ -19,43 +19,19 @@ _OPTIONS = {"RUN": _RUN, "num_warps": 4, **STRICT}
 
 
 def finish_mean(total: Tensor, count: int) -> None:
-    """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0.
-
-    Parameters
-    ----------
-    total : tensor of float32
-        The sum.
-    count : int
-        Number of ranks.
-    """
+    """Divide a sum over ranks by their number, in place; a mean below 2**-126 becomes +0."""
     _finish_mean[_grid(total)](total, total.numel(), float(count), **_OPTIONS)
 
 
 def momentum(m: Tensor, g: Tensor, beta1: float, scale: float, out: Tensor) -> None:
-    """Store beta1 * m + (1 - beta1) * scale * g in ``out``.
-
-    Parameters
-    ----------
-    m, g : tensor of float32
-        The common momentum, and this rank's gradient.
-    beta1, scale : float
-        The decay, and the factor by which clipping scales the gradient.
-    out : tensor of float32
-        May be m.
-    """
+    """Store beta1 * m + (1 - beta1) * scale * g in ``out``, which may be m."""
     _momentum[_grid(m)](m, g, out, m.numel(), float(beta1), float((1 - beta1) * scale), **_OPTIONS)
 
 
 def frozen_step(p: Tensor, m: Tensor, v: Tensor, numbers: StepNumbers, *, out: Tensor) -> None:
     """Update the parameters from the averaged momentum and the frozen, bias-corrected variance, and mask the momentum.
 
-    Parameters
-    ----------
-    p, m, v : tensor of float32
-        Parameters, averaged momentum, variance. The masked momentum overwrites m.
-    numbers : StepNumbers
-    out : tensor of float32
-        Receives the new parameters; may be p.
+    The masked momentum overwrites m, and the new parameters, in ``out``, may overwrite p.
     """
     decays = numbers.weight_decay != 0
     _frozen_step[_grid(p)](p, m, v, out, p.numel(), *map(float, numbers), DECAY=decays, **_OPTIONS)

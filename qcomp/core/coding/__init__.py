@@ -58,27 +58,10 @@ def pack(levels: Bytes, negative: Bytes, *, bits: int, bucket_size: int) -> byte
 def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> bytes:
     """Return the code of a vector of n elements.
 
-    Parameters
-    ----------
-    coding : {"elias", "range"}
-        See `qcomp.core.coding.qsgd_codes` and `qcomp.core.coding.range_coder`.
-    levels : bytes-like, 2n bytes
-        Magnitudes, 0 to ``largest``, as 16-bit integers in little endian.
-    negative : bytes-like, n bytes
-        1 for a negative element, else 0; 0 if the level is 0.
-    largest : int
-        The number of levels above zero, 1 to 32767.
-
-    Returns
-    -------
-    bytes
-        ``"range"``: at most n*b/8 + 5 bytes, or + 17 from 2^14 elements on, where b is one more than the bits of
-        ``largest``. ``"elias"``: at most 24 bits per element, plus 1 byte.
-
-    Raises
-    ------
-    ValueError
-        If an argument is not as described.
+    The levels, 0 to ``largest``, are 16-bit integers in little endian; a byte of ``negative`` is 1 for a negative
+    element, else 0, and 0 if the level is 0. ``largest`` is the number of levels above zero, 1 to 32767. The code
+    "range" has at most n*b/8 + 5 bytes, or + 17 from 2^14 elements on, where b is one more than the bits of
+    ``largest``; "elias" has at most 24 bits per element, plus 1 byte. Raises ValueError if an argument is not so.
 
     Examples
     --------
@@ -111,26 +94,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
 def decode(coding: str, data: Bytes, *, size: int, largest: int) -> tuple[bytearray, bytearray]:
     """Return levels and signs, the inverse of `encode`; memory and time are proportional to ``size``.
 
-    Parameters
-    ----------
-    coding, largest
-        As for `encode`.
-    data : bytes-like
-        What `encode` returned.
-    size : int
-        The number of elements.
-
-    Returns
-    -------
-    levels : bytearray
-    negative : bytearray
-
-    Raises
-    ------
-    PayloadError
-        If the bytes are not the code of such a vector, because they are truncated, too long or damaged.
-    ValueError
-        If another argument is not as described.
+    Raises PayloadError if the bytes are not the code of a vector of ``size`` elements: truncated, too long, damaged.
     """
     _validate(coding, largest)
     if size < 0:

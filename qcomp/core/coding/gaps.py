@@ -141,10 +141,7 @@ def encode(plain: memoryview, size: int, k: int, bucket_size: int, bits: int) ->
 def decode(code: memoryview, size: int, k: int, bucket_size: int, bits: int) -> bytearray:
     """Return the plain payload, the inverse of `encode`.
 
-    Raises
-    ------
-    PayloadError
-        If the bytes are not the code of such a vector.
+    Raises PayloadError if the bytes are not the code of such a vector.
     """
     shape = Shape(k, bucket_size, bits)
     layout = Plain.of(size, shape)

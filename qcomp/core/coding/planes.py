@@ -12,21 +12,7 @@ from qcomp.core.numeric.buckets import blocks
 def unpack(packed: memoryview, size: int, bits: int, bucket_size: int) -> tuple[bytearray, bytearray]:
     """Return levels and signs of packed codes, without padding.
 
-    Parameters
-    ----------
-    packed : memoryview
-    size : int
-        The number of elements.
-    bits : int
-        The bits of a code, 2 to 16.
-    bucket_size : int
-
-    Returns
-    -------
-    levels : bytearray
-        16-bit integers in little endian.
-    negative : bytearray
-        1 for a negative element, else 0.
+    A code has 2 to 16 bits. Levels are 16-bit integers in little endian; a sign is 1 for a negative element, else 0.
 
     Examples
     --------

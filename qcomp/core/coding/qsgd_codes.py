@@ -75,10 +75,7 @@ def encode(data: memoryview, negative: memoryview) -> bytes:
 def decode(data: memoryview, size: int, largest: int) -> tuple[bytearray, bytearray]:
     """Return levels and signs, the inverse of `encode`.
 
-    Raises
-    ------
-    PayloadError
-        If the bytes are not the code of a vector of that size with levels up to ``largest``.
+    Raises PayloadError if the bytes are not the code of a vector of that size with levels up to ``largest``.
     """
     bits, levels, negative = BitReader(data), array("H", bytes(2 * size)), bytearray(size)
     method = bits.take(8)

@@ -43,10 +43,7 @@ def encode(coders: Coders, levels: memoryview, negative: memoryview, largest: in
 def decode(coders: Coders, data: memoryview, size: int, largest: int) -> tuple[bytearray, bytearray]:
     """Return levels and signs, the inverse of `encode`.
 
-    Raises
-    ------
-    PayloadError
-        If the bytes are not the stream of such a vector.
+    Raises PayloadError if the bytes are not the stream of such a vector.
     """
     bits = BitReader(data)
     model = read(bits, size, largest)

@@ -11,8 +11,6 @@ from qcomp.core.mean.tensorwise import TensorwiseMean
 from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.mean.topologies.registry import require_divisor, require_name
 
-__all__ = ["Averaging", "PowerSGD"]
-
 
 @dataclass(frozen=True)
 class Averaging:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from qcomp.core.numeric.buckets import bucket_count
 
-__all__ = ["Chunk", "Chunks", "Cutter", "Segment", "cut", "cut_each", "deal"]
-
 
 class Segment(NamedTuple):
     """A run of whole buckets of one tensor within one chunk."""

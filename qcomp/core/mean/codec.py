@@ -25,8 +25,6 @@ from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Codec", "Compressed", "Verdicts", "assemble", "refused_by", "unless_refused", "unsealed"]
-
 _FINE, _NON_FINITE = 0, 1
 _FRAME, _MESSAGE, _VERDICT = attrgetter("frame"), attrgetter("message"), attrgetter("verdict")
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from qcomp.core.settings import require
 
-__all__ = ["INSIDE", "Cluster", "Cost", "Link", "Load", "announcements", "around", "inside", "to_all"]
-
 _LENGTH = 16
 """Bytes that announce the length of a message to a rank."""
 

@@ -18,8 +18,6 @@ from qcomp.core.mean.topologies.choice import ETHERNET
 from qcomp.core.numeric.arrays import Array, flush, write_into
 from qcomp.core.primitives import empty_like
 
-__all__ = ["EF21Mean"]
-
 
 @dataclass(frozen=True)
 class EF21Mean(CompressedMean):

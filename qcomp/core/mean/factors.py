@@ -22,17 +22,6 @@ from qcomp.core.numeric.arrays import Array, array_namespace, concat, cut_like, 
 from qcomp.core.numeric.low_rank import without_small
 from qcomp.core.numeric.random import Key
 
-__all__ = [
-    "FactorPlan",
-    "Factors",
-    "Finish",
-    "Matrix",
-    "average",
-    "make_plan",
-    "matrices_of",
-    "serve",
-]
-
 Finish = Callable[[Sequence[Array]], Sequence[Array]]
 """A function that is applied to the means of factors, and returns the same bits on every rank."""
 Server = Callable[..., Compressed]
@@ -188,22 +177,8 @@ def average(
     The owner of a factor averages it, applies ``finish``, and sends it to all. Two ranks send each other all factors,
     and each averages all of them itself.
 
-    Parameters
-    ----------
-    factors : Factors
-    values : sequence of arrays
-        This rank's factors.
-    verdicts : Verdicts
-    error : NonFiniteError or None
-        The error that kept this rank from computing the values. Also returned, or the first error that occurs later if
-        this is None.
-    key : Key
-    least : float
-        Smaller magnitudes are replaced by zero.
-    finish : callable or None
-        Applied to means; None leaves them as they are.
-    server : callable
-        Takes ``finish``, and returns `serve` with it.
+    ``error`` kept this rank from computing the values; the first error so far is also returned. Magnitudes below
+    ``least`` are replaced by zero. ``server`` takes ``finish``, which None leaves out, and returns `serve` with it.
     """
     layout, packs = factors.layout, factors.joined(values)
     codec = Codec(packs)

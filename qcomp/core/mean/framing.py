@@ -20,21 +20,6 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.payload import Payload, PayloadSpec
 
-__all__ = [
-    "Bounds",
-    "Frame",
-    "Opened",
-    "join",
-    "join_lengths",
-    "joined_size",
-    "most_bytes",
-    "seal",
-    "sealed_size",
-    "split",
-    "split_lengths",
-    "unseal",
-]
-
 _ALIGNMENT = 8
 """Every buffer within a message starts at a multiple of this many bytes, so that any dtype can be read in place."""
 _NUMBER = 8

@@ -10,8 +10,6 @@ from qcomp.core.mean.chunks import Chunk, Chunks, Cutter, Segment, cut
 from qcomp.core.mean.framing import Frame
 from qcomp.core.mean.nodes import Nodes
 
-__all__ = ["Layout", "Operands", "Residuals"]
-
 
 class Residuals(NamedTuple):
     """The tensor ranges whose residuals a rank stores."""

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from qcomp.core.mean.stages import AllGather, Stages, Transport, drive
+from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes
 from qcomp.core.reporting import name_ranks
-
-__all__ = ["Nodes", "learn_nodes", "node_stages", "require_rank_in"]
 
 _DIGEST_BYTES = 16
 _UNNAMED = bytes(_DIGEST_BYTES)
@@ -75,27 +73,21 @@ class Nodes:
         return tuple(members[lane] for members in self.members)
 
 
-def learn_nodes(comm: Transport, *, like: Array, topology: str = "hierarchical") -> tuple[int, ...]:
-    """Return the node of each rank, equal on all ranks: ranks with equal ``comm.host`` share a node.
+def node_stages(host: str | None, *, size: int, like: Array, topology: str) -> Stages[tuple[int, ...]]:
+    """Return the node of each rank, the same on all ranks: ranks with equal ``host`` share a node.
 
-    Every rank sends 16 bytes to every other. Nodes are numbered in the order of their first ranks.
-
-    If the communicator of any rank has no ``host``, all ranks raise TypeError, which names the ``topology`` that needs
-    nodes.
+    Every rank sends 16 bytes to every other. Nodes are numbered in the order of their first ranks. If any rank has no
+    ``host``, all raise TypeError, which names the ``topology`` that needs nodes.
 
     Examples
     --------
     >>> import numpy as np, qcomp
-    >>> x = np.zeros(1)
-    >>> qcomp.comm.run_local(3, lambda comm: learn_nodes(comm, like=x), hosts=["a", "b", "a"])
+    >>> from qcomp.core.mean.stages import drive
+    >>> def rank_main(comm):
+    ...     return drive(node_stages(comm.host, size=3, like=np.zeros(1), topology="hierarchical"), comm)
+    >>> qcomp.comm.run_local(3, rank_main, hosts=["a", "b", "a"])
     [(0, 1, 0), (0, 1, 0), (0, 1, 0)]
     """
-    host = getattr(comm, "host", None)
-    return drive(node_stages(host, size=comm.size, like=like, topology=topology), comm)
-
-
-def node_stages(host: str | None, *, size: int, like: Array, topology: str) -> Stages[tuple[int, ...]]:
-    """Return the node of each rank, as a generator of pure stages; see `learn_nodes`."""
     digest = sha256(host.encode()).digest()[:_DIGEST_BYTES] if isinstance(host, str) else _UNNAMED
     xp = array_namespace(like)
     message = xp.asarray(list(digest), dtype=xp.uint8, device=device(like))

@@ -10,8 +10,6 @@ from qcomp.core.mean.state import zeros_for
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, concat
 
-__all__ = ["owed", "require_residuals"]
-
 _WORKER, _SERVER = "worker_residual", "server_residual"
 
 

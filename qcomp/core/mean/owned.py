@@ -26,8 +26,6 @@ from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.random import Key
 from qcomp.core.numeric.whitening import unwhitened, whitened
 
-__all__ = ["Dealt", "OwnedLayout", "OwnedMean", "Owners", "Rule", "Shape"]
-
 Shape = tuple[int, ...]
 
 
@@ -75,22 +73,11 @@ class OwnedMean(SeparableMean):
     the mean and from a momentum that only the owner has, compresses the update and sends it to all. All ranks decode
     the same bytes, so they hold the same updates bit for bit, whatever the owners compute.
 
-    Parameters
-    ----------
-    compressor : Compressor or sequence of Compressor
-        Compresses the tensors that workers send to owners: one for all tensors, or one for each.
-    updates : Compressor
-        Compresses the updates that owners send to all.
-    rule : Rule
-        Makes the updates from the means.
-    repaid : float, default 1
-        The fraction of its residual that a worker adds to its next tensors, above 0 and at most 1.
-    dealt : sequence of Dealt
-        The place of each tensor in the model; by default, its place in a model that has only these tensors. See
-        `SeparableMean`.
+    ``compressor`` compresses the tensors that workers send, ``updates`` the updates that owners send to all, and
+    ``rule`` makes the updates from the means. ``repaid`` is the fraction of its residual that a worker adds to its next
+    tensors, above 0 and at most 1. ``dealt`` has the place of each tensor; by default, its place in a model of only
+    these tensors. See `SeparableMean`.
 
-    Notes
-    -----
     Feedback works in both directions: over T steps, the means add up to the sum of the exact means minus mean_i e_i,
     and the decoded updates add up to the sum of the rule's updates minus e_s. A worker keeps r_i = repaid * e_i, and
     sends q_i = C(x_i + r_i); then e_i' = e_i + x_i - q_i, so r_i' = (1 - repaid) r_i + repaid (x_i + r_i - q_i).

@@ -34,8 +34,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload
 
-__all__ = ["ExactShards", "ShardedMean"]
-
 
 @dataclass(frozen=True)
 class ShardedMean(OwnedMean):
@@ -46,27 +44,19 @@ class ShardedMean(OwnedMean):
     owner has. The owner cuts the update into shards, compresses them, and sends each rank its shard. Momenta and
     owners' residuals have the order of whole tensors, so they move unchanged to ranks with other shards.
 
-    Parameters
-    ----------
-    compressor, updates, rule, repaid
-        As for `OwnedMean`. Compressors and the rule see the shapes of whole tensors. No bucket crosses from one shard
-        into the next.
-    sharding : Sharding
-        The shards of all parameters of an optimizer.
-    exact : tuple of bool, default ()
-        Which of these parameters this mean leaves out; empty if it averages all.
+    Compressors and the rule see the shapes of whole tensors, and no bucket crosses from one shard into the next.
+    ``sharding`` has all parameters of an optimizer, and ``exact`` says which of them are not averaged here; it is empty
+    for none.
 
-    Notes
-    -----
-    The mean of an element is the mean over the ranks that send it: all ranks that hold it, or one of them if their
-    values are already averaged (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element, the means
-    of T steps add up to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i
-    for the shards that it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner
-    keeps for the whole tensor.
+    The mean of an element is the mean over the ranks that send it: all that hold it, or one of them if their values are
+    equal already (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element, the means of T steps add
+    up to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i for the shards
+    that it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner keeps for the
+    whole tensor.
 
     With b bytes in the payload of all tensors, c bytes in the payload of all updates, and N ranks without replicas,
-    each rank sends (N - 1) / N^2 * (b + c) bytes. With R replicas of S shards, it sends about b / S + c / S bytes, or
-    b / N + c / S if values are averaged already.
+    each rank sends (N - 1) / N^2 * (b + c) bytes. With R replicas of S shards, it sends about b / S + c / S bytes, or b
+    / N + c / S if values are averaged already.
     """
 
     part_kinds: ClassVar[tuple[str, ...]] = ("momentum", "variance")
@@ -291,11 +281,6 @@ class ExactShards(CompressedMean):
     Without replicas, or if replicas are already averaged, shards are their own means, and a rank sends one byte to all
     others: whether its values are finite. Otherwise it also sends 2 (R - 1) / R * 32 bits per element of its shards, to
     the R - 1 other ranks that hold the same shards.
-
-    Parameters
-    ----------
-    sharding : Sharding
-        Says which ranks hold the same shards.
     """
 
     sharding: Sharding = field(kw_only=True)

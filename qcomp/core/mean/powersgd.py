@@ -50,8 +50,6 @@ from qcomp.core.numeric.low_rank import (
 )
 from qcomp.core.numeric.random import Key
 
-__all__ = ["PowerSGDMean"]
-
 _LEFT, _RIGHT = 0, 2
 """The hops of a rank's draws for each factor. The owner of the factor draws with the next hop."""
 _LARGEST_ERROR = 1 / 6

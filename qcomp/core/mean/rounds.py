@@ -11,8 +11,6 @@ from qcomp.core.mean.topologies.base import Averaged, Call, Into, Topology
 from qcomp.core.numeric.arrays import Array, concat, is_mutable, itemsize
 from qcomp.core.primitives import empty_like
 
-__all__ = ["ROUND_BYTES", "Round", "count_rounds", "cut_rounds", "in_rounds", "lay_out_rounds"]
-
 ROUND_BYTES = 16 << 20
 """The fewest bytes of values in a round: to compress so many takes much longer than to start an exchange."""
 

@@ -9,8 +9,6 @@ from itertools import pairwise
 from qcomp.core.mean.owned import Shape
 from qcomp.core.numeric.arrays import Array, array_namespace, concat
 
-__all__ = ["Sharding", "columns", "from_columns"]
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -21,16 +19,9 @@ class Sharding:
     matrix, whose rows are the axes before the cut axis, and whose columns are the cut axis and the later axes, a tensor
     has shards that consist of columns. Elements are counted in the order of the shards: first those of the first shard.
 
-    Parameters
-    ----------
-    shapes : tuple of tuple of int
-        The shape of each whole tensor.
-    ranks : tuple of tuple of int
-        For each replica, the rank that holds each shard.
-    averaged : bool, default True
-        Whether ranks with the same shard pass equal values, because these are already averaged over the replicas.
-    axes : tuple of int, default ()
-        The axis along which each tensor is cut; empty if all tensors are cut along the first axis.
+    ``shapes`` are the shapes of whole tensors, and for each replica ``ranks`` has the rank that holds each shard.
+    Unless ``averaged`` is False, the ranks with the same shard are given the same values, averaged over the replicas
+    already. ``axes`` has the axis along which each tensor is cut; it is empty if that is the first for all.
 
     Examples
     --------

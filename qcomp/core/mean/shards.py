@@ -14,8 +14,6 @@ from qcomp.core.mean.topologies.two_phase import to_servers
 from qcomp.core.numeric.arrays import Array, concat, cut_like, dtype_name, is_mutable, to_compute_dtype
 from qcomp.core.numeric.random import Key
 
-__all__ = ["Shards"]
-
 
 @dataclass(frozen=True)
 class Shards:

@@ -10,8 +10,6 @@ from qcomp.core.mean.stages import Stages
 from qcomp.core.mean.topologies.base import Averaged
 from qcomp.core.numeric.arrays import Array, concat, cut_like, is_mutable
 
-__all__ = ["SMALL", "alone"]
-
 SMALL = 1 << 14
 """Tensors with fewer elements on average are joined: a call for each would take longer than copying them twice."""
 

@@ -14,32 +14,6 @@ from qcomp.core.mean.framing import join, joined_size, split
 from qcomp.core.numeric.arrays import Array, from_host_bytes, host_bytes
 from qcomp.core.reporting import name_ranks
 
-__all__ = [
-    "AllGather",
-    "AllToAll",
-    "Arriving",
-    "Exchange",
-    "Owner",
-    "Stages",
-    "StartNumber",
-    "Transport",
-    "announce_lengths",
-    "answer",
-    "as_mismatch",
-    "begun",
-    "drive",
-    "fuse",
-    "number_of",
-    "other_owners",
-    "owned",
-    "pipeline",
-    "place_in",
-    "require_communicator",
-    "require_rank",
-    "through",
-    "told",
-]
-
 Result = TypeVar("Result")
 
 _DIFFERENT = "the ranks exchange for different optimizers or steps"

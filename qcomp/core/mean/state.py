@@ -9,8 +9,6 @@ from qcomp.core.mean.layout import Layout
 from qcomp.core.mean.topologies.registry import AUTO
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, device, dtype_name
 
-__all__ = ["MeanState", "require_no_residuals", "require_own_residuals", "require_tensors", "zeros_for"]
-
 _CURE = "make it with this mean's init"
 _SHAPE = attrgetter("shape")
 

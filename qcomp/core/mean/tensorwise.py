@@ -11,8 +11,6 @@ from qcomp.core.mean.chunks import Cutter, cut, cut_each
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.numeric.arrays import Array
 
-__all__ = ["SeparableMean", "TensorwiseMean"]
-
 
 class SeparableMean(CompressedMean, ABC):
     """A mean whose tensors can be exchanged in any groups, with the same bits as in one exchange of all.
@@ -60,13 +58,8 @@ class TensorwiseMean(SeparableMean):
     So a tensor's residuals and mean do not depend on the tensors that are exchanged with it, and the groups of tensors
     may change from step to step, as a backward pass delivers them.
 
-    Parameters
-    ----------
-    compressor, topology, feedback, link
-        See `CompressedMean`.
-    numbers : sequence of int
-        The number of each tensor's first bucket, which is part of the key of its draws; see `bucket_numbers`. By
-        default, the numbers in a model that has only these tensors.
+    ``numbers`` has the number of each tensor's first bucket, which is part of the key of its draws; see
+    `bucket_numbers`. By default, they are the numbers in a model of only these tensors.
 
     Notes
     -----

@@ -19,8 +19,6 @@ from qcomp.core.numeric.arrays import (
 )
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["factor_of", "weight_stages", "weighted"]
-
 _ADVICE = "pass a weight on all ranks in the same steps, or on none; a rank without data passes weight=0"
 
 

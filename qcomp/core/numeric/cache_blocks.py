@@ -17,15 +17,9 @@ def in_blocks(
     On a CPU, a function of ten operations moves ten large arrays through the memory, and fetches new pages for each.
     `in_blocks` calls it on some rows at a time, so that only results are written to the memory.
 
-    Parameters
-    ----------
-    function : callable
-        Takes arrays of one shape and returns several arrays of that shape. It is called on some rows at a time.
-    arrays : sequence of arrays
-        Arrays of one shape, library and device.
-    outs : sequence of arrays or None
-        A buffer for each result, with its shape and dtype, which may be one of the arrays. The results are written to
-        the buffers, unless a buffer is None or immutable, or the arrays are small or not on a CPU.
+    The function takes arrays of one shape, library and device, and returns several of that shape. ``outs`` has a buffer
+    for each result, which may be one of the arrays. The results are written to them, unless a buffer is None or
+    immutable, or the arrays are small or not on a CPU.
     """
     shape = arrays[0].shape
     rows = shape[0] if shape else 0

@@ -74,14 +74,9 @@ def orthonormal(rows: Array) -> Array:
 
     The result has the same bits in every library, since each product loses its last bit before it is added.
 
-    This is Gram-Schmidt with two projections of every row, which make the rows orthogonal to working precision, however
-    close to dependent they were. A row that consists of rounding errors may become any direction orthogonal to the
-    other rows, or zero.
-
-    Parameters
-    ----------
-    rows : array of float32 or float64, shape (..., count, length)
-        Finite, of any magnitudes.
+    Gram-Schmidt, with two projections of every row: they make the rows orthogonal to working precision, however close
+    to dependent the rows were. A row that is nothing but rounding errors may become any direction orthogonal to the
+    others, or zero.
     """
     xp = array_namespace(rows)
     largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)

@@ -6,8 +6,6 @@ from typing import Any
 
 from qcomp.core.numeric.arrays import Array, array_namespace, is_traced
 
-__all__ = ["Number", "as_number", "choose", "clamp", "factor_of", "mean_of_positive", "root"]
-
 Number = float
 """A float, or a float64 scalar array while a compiler traces."""
 

@@ -15,8 +15,6 @@ from qcomp.core.optimizers.tensors import as_tensors, zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.arithmetic import bias_corrections
 
-__all__ = ["Adam", "rate_rises"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):

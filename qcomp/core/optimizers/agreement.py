@@ -29,22 +29,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = [
-    "GIVE_OWN_DATA",
-    "choices",
-    "compare_gradients",
-    "compare_new_stage",
-    "compare_states",
-    "difference_in_values",
-    "digests",
-    "explain_values",
-    "first_elements",
-    "same_gradients",
-    "settings_of",
-    "shared_by_ranks",
-    "stream_of",
-]
-
 GIVE_OWN_DATA = (
     "Give each rank data of its own, for instance by a DistributedSampler or a seed that depends on the rank"
 )

@@ -22,8 +22,6 @@ from qcomp.core.optimizers.tensors import as_given, as_gradients, as_tensors
 from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Optimizer"]
-
 _LOOKED_AT = frozenset(10**power for power in range(2, 8))
 """The steps, by number, that check whether parameters in half precision move."""
 

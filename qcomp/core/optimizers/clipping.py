@@ -9,8 +9,6 @@ from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.numeric.arrays import Array, array_namespace, device, host_bytes, to_compute_dtype
 from qcomp.core.numeric.sums import sum_of_squares
 
-__all__ = ["clip_scale"]
-
 
 def clip_scale(
     clip_norm: float, grads: Sequence[Array], size: int, replicas: int | None = None

@@ -107,19 +107,10 @@ def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[l
 class Compressing:
     """What an optimizer compresses, and how; makes the `Average` of a step.
 
-    Parameters
-    ----------
-    mean : CompressedMean
-        The mean of the compressed tensors, if all use the optimizer's compressor.
-    exact : callable or None
-        Policy that selects the tensors that stay exact; None compresses everything.
-    compressors : callable or None
-        Policy that returns a compressor for each tensor, or None for a tensor that stays exact; None uses the
-        compressor of ``mean`` for all.
-    unbiased : bool
-        Whether compressors must be unbiased.
-    plain : CompressedMean
-        The mean of the exact tensors.
+    ``mean`` averages the compressed tensors if all use the optimizer's compressor, ``plain`` the exact ones. The policy
+    ``exact`` selects the tensors that stay exact; None compresses all. The policy ``compressors`` returns a compressor
+    for each tensor, or None for one that stays exact; without it all use the compressor of ``mean``. All are
+    ``unbiased``, if that is set.
     """
 
     mean: CompressedMean

@@ -17,8 +17,6 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
-__all__ = ["EF21SGD"]
-
 _SMOOTHED = "smoothed"
 
 

@@ -10,16 +10,6 @@ from typing import Any
 
 from qcomp.core.settings import plain_numbers
 
-__all__ = [
-    "Group",
-    "as_groups",
-    "group_of_each",
-    "patterns_of",
-    "require_betas",
-    "require_eps",
-    "setting_of_each",
-]
-
 
 @dataclass(frozen=True, repr=False)
 class Group:

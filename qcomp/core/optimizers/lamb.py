@@ -12,8 +12,6 @@ from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Change", "Lamb", "require_bounds", "trust_key"]
-
 
 class Change(NamedTuple):
     """What a step of LAMB changes for a tensor."""

@@ -12,8 +12,6 @@ from qcomp.core.optimizers.groups import require_betas, setting_of_each
 from qcomp.core.optimizers.tensors import as_tensors, update, zeros_like
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Lion"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):

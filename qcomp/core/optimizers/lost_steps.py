@@ -8,8 +8,6 @@ from qcomp.core.optimizers.tensors import copy
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["samples", "warn_of_lost_steps"]
-
 _SAMPLE = 4096
 """About how many elements of each tensor are checked."""
 _BITS = {"bfloat16": 8, "float16": 11}

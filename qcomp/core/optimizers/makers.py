@@ -9,8 +9,6 @@ from qcomp.core.checkpoint.schema import Text, from_json, read, shown
 from qcomp.core.optimizers.agreement import settings_of
 from qcomp.core.reporting import warn_caller
 
-__all__ = ["maker", "require_maker", "without_groups"]
-
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link", "shards")  # the keys of a state show where residuals lie
 _GROUPS = "groups"

@@ -12,8 +12,6 @@ from qcomp.core.policies.exact_below import Tensor
 from qcomp.core.policies.patterns import require_matches
 from qcomp.core.reporting import warn_caller
 
-__all__ = ["Form", "Splits", "as_splits", "blocks_of", "forms_of", "require_forms", "warn_of_doubts"]
-
 Parts = int | tuple[int, ...]
 """The parts of a matrix along its outputs: the number of equal parts, or the size of each part."""
 Splits = tuple[tuple[str, Parts], ...]

@@ -19,8 +19,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.reporting import warn_caller
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Looked", "keeps_zeros", "look_at", "moved_zeros", "warn_of_moved_zeros"]
-
 _SAMPLE = 4096
 """About how many elements of each tensor are checked, besides all slices along the first and the last axis."""
 _SLICE = 8

@@ -46,8 +46,6 @@ from qcomp.core.state import OptimizerState
 from qcomp.core.variance.arithmetic import bias_corrections
 from qcomp.core.variance.schedules import Schedule, require_schedule
 
-__all__ = ["MatrixCompression", "Muon"]
-
 _AT_ONCE = 1 << 20
 """Elements that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 _JOINED = 1 << 17

@@ -9,8 +9,6 @@ from qcomp.core.mean.stages import Stages
 from qcomp.core.numeric.arrays import LIMIT, Array, all_below, exact_bounds, to_compute_dtype
 from qcomp.core.state import OptimizerState
 
-__all__ = ["name_gradients"]
-
 _NAMED = 3
 
 

@@ -42,8 +42,6 @@ from qcomp.core.variance.rules import FreezeRule, VarianceStable, freeze_rule
 from qcomp.core.variance.schedules import Schedule
 from qcomp.core.variance.watch import VarianceWatch
 
-__all__ = ["OneBitAdam"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdam(Optimizer):

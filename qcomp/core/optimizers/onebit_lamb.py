@@ -21,8 +21,6 @@ from qcomp.core.variance.arithmetic import divided
 from qcomp.core.variance.late import late_tensors
 from qcomp.core.variance.rules import FreezeRule, VarianceStable
 
-__all__ = ["FrozenChange", "OneBitLamb"]
-
 
 class FrozenChange(NamedTuple):
     """What a compressed step changes for a tensor."""

@@ -10,15 +10,6 @@ from qcomp.core.optimizers.tensors import zeros_like
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.late import EXACT_STEPS
 
-__all__ = [
-    "as_updates",
-    "limits_of_own",
-    "own_counts",
-    "with_numbers_of",
-    "with_own_counts",
-    "without",
-]
-
 _MISSED = "missed_"
 """Prefix of the numbers in a state that say how many steps or updates a tensor has missed, such as
 ``missed_steps.NAME``. A tensor that has missed nothing has no such number."""

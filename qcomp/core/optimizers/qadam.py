@@ -8,8 +8,6 @@ from qcomp.core.optimizers.onebit_adam import OneBitAdam
 from qcomp.core.variance.rules import FreezeAt, FreezeRule, VarianceStable
 from qcomp.core.variance.schedules import DoublingIntervals, Schedule
 
-__all__ = ["QAdam"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class QAdam(OneBitAdam):

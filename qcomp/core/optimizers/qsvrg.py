@@ -21,8 +21,6 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
-__all__ = ["QSVRG"]
-
 _SNAPSHOT, _GRADIENT, _ITERATES = "snapshot", "gradient", "iterates"
 _STEPS = "epoch_steps"
 

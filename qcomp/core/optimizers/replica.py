@@ -48,8 +48,6 @@ from qcomp.core.rehearsal import rehearse
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Loaded", "Place", "Replica", "facts_of", "names_of", "owner_of", "resume"]
-
 Saved = Mapping[str, Any]
 Loaded = TypeVar("Loaded")
 

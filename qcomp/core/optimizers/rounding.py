@@ -25,8 +25,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.buckets import Block
 from qcomp.core.numeric.random import SHARED_RANK, Key, draws16
 
-__all__ = ["rounded", "widened"]
-
 _SHARE = 16
 """How many elements share a draw."""
 _LANE = 8
@@ -44,17 +42,8 @@ def widened(params: Sequence[Array]) -> list[Array]:
 def rounded(new: list[Array], like: Sequence[Array], key: Key, *, donate: bool = False) -> list[Array]:
     """Return new values of parameters, rounded to the dtypes of the old values.
 
-    Parameters
-    ----------
-    new : list of arrays
-        The values that a step has computed from `widened` parameters. The list is emptied, so that each array is freed
-        once it is rounded.
-    like : sequence of arrays
-        The parameters before they were widened.
-    key : Key
-        The key of the step.
-    donate : bool
-        Whether the results may take the memory of ``like``.
+    The list of the values that a step has computed from `widened` parameters is emptied, so that each array is freed
+    once it is rounded. With ``donate`` the results may take the memory of the old parameters.
     """
     chosen = [i for i, p in enumerate(like) if _is_rounded(p)]
     runs = [-(-math.prod(like[i].shape) // _RUN) for i in chosen]

@@ -18,8 +18,6 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
-__all__ = ["SGD", "CompressedSGD"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):

@@ -20,8 +20,6 @@ from qcomp.core.optimizers.muon import MatrixCompression, Muon
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["ShardedMuon"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedMuon(Muon):
@@ -31,13 +29,6 @@ class ShardedMuon(Muon):
     `Muon`, which describes the other settings. Names, shapes and matrices refer to whole tensors, and without
     compression the model's parameters are the same as with `Muon`, bit for bit.
 
-    Parameters
-    ----------
-    shards : Sharding
-        Which part of each parameter the ranks hold.
-
-    Notes
-    -----
     A rank sends each of its shards to the owner of the matrix, and gets its shard of the update. With N ranks it sends
     1/N of the bytes that it would send with `Muon`. See `ShardedMean`, also for its sum identity, and `ExactShards` for
     the tensors that AdamW moves.

@@ -20,17 +20,6 @@ from qcomp.core.numeric.arrays import (
 from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.primitives import empty_like
 
-__all__ = [
-    "as_given",
-    "as_gradients",
-    "as_tensors",
-    "copy",
-    "each_in_blocks",
-    "require_whole",
-    "update",
-    "zeros_like",
-]
-
 
 class _Checked(list[Array]):
     """Tensors that `as_tensors` or `as_gradients` has checked, and need not check again in the same step."""

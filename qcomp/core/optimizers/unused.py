@@ -23,8 +23,6 @@ from qcomp.core.reporting import name_ranks, warn_caller
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.late import EXACT_STEPS, late_tensors, with_late, without_late
 
-__all__ = ["same_settings", "settings_since", "stages_of_used", "used_anywhere", "warn_of_no_gradient"]
-
 _DIGEST = 8
 """Bytes of a digest of settings."""
 

@@ -26,8 +26,6 @@ from qcomp.core.numeric.whitening import half_of, unwhitened, whitened, whitener
 from qcomp.core.optimizers.compression import AveragePart
 from qcomp.core.state import OptimizerState
 
-__all__ = ["WHITENER", "first_whiteners", "followed", "new_whiteners", "of_matrices"]
-
 WHITENER = "whitener"
 """The kind of the whiteners in ``state.arrays``, with one array per tensor; it is empty if the tensor is no matrix."""
 

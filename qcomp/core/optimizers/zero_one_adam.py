@@ -11,7 +11,7 @@ In the stage "local", the ranks have different parameters, and ``arrays`` holds:
 - "frozen": the step in which the variance was frozen, or 0.
 - "synced": the step of the last synchronisation.
 - "rates" and "weights": the sums of learning rates and of weights since the last synchronisation.
-- In the stage "local", the `_Sums` of each tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
+- In the stage "local", the `Sums` of each tensor, as ``factor.NAME``, ``weight.NAME`` and ``decay.NAME``.
 """
 
 import math
@@ -19,14 +19,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import mul
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from qcomp.core import primitives
 from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.errors import NonFiniteError
-from qcomp.core.kernels import Blend, StepNumbers
+from qcomp.core.kernels import Blend
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.mean.stages import Stages, Transport, drive, owned
 from qcomp.core.numeric.arrays import LIMIT, Array, array_namespace, require_below, to_compute_dtype
@@ -35,6 +35,7 @@ from qcomp.core.optimizers.adam import Adam, rate_rises
 from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.optimizers.compression import Average, Means
 from qcomp.core.optimizers.groups import group_of_each, setting_of_each
+from qcomp.core.optimizers.local_sums import Sums, named, sums_of, with_step
 from qcomp.core.optimizers.own_counts import as_updates, own_counts
 from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, copy, each_in_blocks
@@ -45,10 +46,6 @@ from qcomp.core.variance.arithmetic import bias_corrections, divided, floored, m
 from qcomp.core.variance.policy import VariancePolicy, warn_of_zeros
 from qcomp.core.variance.rules import FreezeAt, FreezeRule, freeze_rule
 from qcomp.core.variance.schedules import DoublingIntervals, LocalSteps, Schedule, require_schedule
-
-__all__ = ["Rounds", "ZeroOneAdam"]
-
-T = TypeVar("T")
 
 
 class Rounds(NamedTuple):
@@ -468,15 +465,15 @@ class ZeroOneAdam(Optimizer):
         limits = {"updates": updates, "frozen": frozen, "synced": until_now, "rates": sums, "weights": sums}
         if state.stage == "local":
             of_tensor = Number(least=0), sums, Number(least=0)
-            limits |= _named(state.names, [of_tensor] * len(state.names))
+            limits |= named(state.names, [of_tensor] * len(state.names))
         return limits
 
     def _with_room(self, state: OptimizerState) -> OptimizerState:
-        """Return a state with the arrays and numbers of the stage "local"; only their shapes and names matter."""
-        nothing = [_Sums(0.0, 0.0, 0.0)] * len(state.names)
+        """Return a state with arrays and numbers of the stage "local", for their shapes and names."""
+        nothing = [Sums(0.0, 0.0, 0.0)] * len(state.names)
         return state._replace(
             arrays={"anchor": state.momentum, "pending": state.momentum},
-            numbers={**state.numbers, **_named(state.names, nothing)},
+            numbers={**state.numbers, **named(state.names, nothing)},
         )
 
     def counts(self, state: OptimizerState) -> Mapping[str, float]:
@@ -515,7 +512,7 @@ class ZeroOneAdam(Optimizer):
         """Return the common parameters and state, given the mean over the ranks of the sums of momenta."""
         rates, weights = state.numbers["rates"], state.numbers["weights"]
         anchor = state.arrays["anchor"] if state.stage == "local" else params
-        sums = _sums_of(state)
+        sums = sums_of(state)
         eps = setting_of_each(tuple(self.groups), state.names, "eps", self.eps)
         numbers = [of.step_numbers(rates, weights, x) for of, x in zip(sums, eps, strict=True)]
         divisors = [of.weight for of in sums]
@@ -532,7 +529,7 @@ class ZeroOneAdam(Optimizer):
             exchange=means.exchange,
             arrays={},
             numbers={
-                **{key: x for key, x in state.numbers.items() if key.partition(".")[0] not in _Sums._fields},
+                **{key: x for key, x in state.numbers.items() if key.partition(".")[0] not in Sums._fields},
                 "synced": float(state.step),
                 "rates": 0.0,
                 "weights": 0.0,
@@ -561,17 +558,17 @@ class ZeroOneAdam(Optimizer):
             "rates": state.numbers["rates"] + self.rate(state),
             # Divided by the bias correction of a momentum that has missed no step.
             "weights": state.numbers["weights"] + self.rate(state) / (1 - self.betas[0] ** (state.step + 1)),
-            **_named(state.names, [sums for _, _, sums in self._added(state)]),
+            **named(state.names, [sums for _, _, sums in self._added(state)]),
         }
 
-    def _added(self, state: OptimizerState) -> list[tuple[bool, float, "_Sums"]]:
-        """Return for each tensor whether the next step starts its sums, the step's weight in them, and the new sums."""
+    def _added(self, state: OptimizerState) -> list[tuple[bool, float, Sums]]:
+        """Return, for each tensor, whether the next step starts its sums, its weight in them, and the sums after it."""
         rate, of_groups = self.rate(state), group_of_each(tuple(self.groups), state.names)
         corrections = bias_corrections(self.adam.betas_of(state), 0, own_counts(state, state.step + 1))
         settings = zip(corrections, of_groups, self.weight_decays(state), strict=True)
-        before = _sums_of(state) if state.stage == "local" else [None] * len(state.names)
+        before = sums_of(state) if state.stage == "local" else [None] * len(state.names)
         return [
-            _with_step(sums, rate, rate / correction, group.learning_rate_factor, decay)
+            with_step(sums, rate, rate / correction, group.learning_rate_factor, decay)
             for sums, (correction, group, decay) in zip(before, settings, strict=True)
         ]
 
@@ -580,47 +577,6 @@ class ZeroOneAdam(Optimizer):
         first = int(state.numbers["synced"]) + 1
         steps = f"step {step}" if first == step else f"one of the steps {first} to {step}"
         return NonFiniteError(f"{error}, in {steps}")
-
-
-class _Sums(NamedTuple):
-    """The sums of one tensor since the last synchronisation. Tensors differ, since groups may have changed settings."""
-
-    factor: float
-    """The learning rate factor by which "pending" is to be multiplied."""
-    weight: float
-    """The sum of the weights of the momenta in "pending"."""
-    decay: float
-    """The sum of learning rate times weight decay."""
-
-    def step_numbers(self, rates: float, weights: float, eps: float) -> StepNumbers:
-        """Return the numbers of a step: ``factor`` and ``weight`` for the momentum, ``decay`` for the parameters."""
-        rate = rates * self.factor * (self.weight / weights)
-        return StepNumbers(rate, rates / weights, eps, self.decay / rate if rate else 0.0)
-
-
-def _with_step(
-    sums: _Sums | None, rate: float, weight: float, factor: float, decay: float
-) -> tuple[bool, float, _Sums]:
-    """Return the result of `ZeroOneAdam._added` for one tensor, from its sums before the step, if any.
-
-    A step is weighted by its learning rate factor, in units of the first step's factor. If the first factor was 0, the
-    momenta so far have moved nothing, and were summed only for their mean.
-    """
-    if sums is None or (weight and factor and not sums.factor):
-        return True, weight, _Sums(factor, weight, rate * factor * decay)
-    share = weight * (factor / sums.factor) if sums.factor else weight
-    return False, share, _Sums(sums.factor, sums.weight + share, sums.decay + rate * factor * decay)
-
-
-def _named(names: Sequence[str], of_tensors: Sequence[tuple[T, T, T]]) -> dict[str, T]:
-    """Return the value of each tensor for each field of `_Sums`, by its key in the numbers of a state."""
-    pairs = zip(names, of_tensors, strict=True)
-    return {f"{kind}.{name}": x for name, of in pairs for kind, x in zip(_Sums._fields, of, strict=True)}
-
-
-def _sums_of(state: OptimizerState) -> list[_Sums]:
-    """Return the sums of all tensors."""
-    return [_Sums(*(state.numbers[f"{kind}.{name}"] for kind in _Sums._fields)) for name in state.names]
 
 
 def _in_blocks(function: Callable[..., Array], number: float, *arrays: Array) -> Array:

@@ -49,8 +49,6 @@ from qcomp.core.reporting import name_ranks
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Asynchronous"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous:

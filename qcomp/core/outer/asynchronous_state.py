@@ -8,8 +8,6 @@ from qcomp.core.numeric.arrays import Array
 from qcomp.core.outer.mailbox import Member, Sending
 from qcomp.core.state import OptimizerState
 
-__all__ = ["AsynchronousState", "Outgoing", "is_merged", "settled"]
-
 
 class Outgoing(NamedTuple):
     """The contribution of this rank that no round has merged yet."""

@@ -17,8 +17,6 @@ from qcomp.core.outer.settings import ANCHOR
 from qcomp.core.payload import Payload
 from qcomp.core.state import OptimizerState
 
-__all__ = ["compressed", "means_of"]
-
 
 def compressed(
     loop: OuterLoop, moved: Sequence[Array], state: AsynchronousState

@@ -15,8 +15,6 @@ from qcomp.core.optimizers.replica import owner_of
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.state import OptimizerState
 
-__all__ = ["OuterDiagnostics"]
-
 
 @dataclass(frozen=True)
 class OuterDiagnostics:

@@ -10,8 +10,6 @@ from qcomp.core.numeric.arrays import Array
 from qcomp.core.optimizers.compression import Compressing
 from qcomp.core.state import OptimizerState
 
-__all__ = ["put", "take"]
-
 Item = TypeVar("Item")
 
 

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-__all__ = ["LOCAL", "assign", "due", "first_step", "stage_of", "under_way"]
-
 LOCAL = "local"
 """The stage in which no exchange is under way."""
 

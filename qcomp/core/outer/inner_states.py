@@ -24,8 +24,6 @@ from qcomp.core.outer.settings import ANCHOR, WARMUP
 from qcomp.core.settings import require
 from qcomp.core.state import OptimizerState
 
-__all__ = ["InnerStates"]
-
 States = Mapping[str, Sequence[Array | None]]
 """For each kind, such as "exp_avg", one array per parameter; None if the optimizer has no state for the parameter."""
 

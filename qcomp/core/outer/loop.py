@@ -21,8 +21,6 @@ from qcomp.core.outer.requirements import beside, fitting, require_equal, same_s
 from qcomp.core.outer.settings import ANCHOR, OWN, SENT, WARMUP, OuterSettings, nothing_like, rounds_key
 from qcomp.core.state import OptimizerState
 
-__all__ = ["OuterLoop"]
-
 _IN_EVERY_STEP = (
     "every rank must call OuterLoop.step of the same loops in the same order after each of its steps, and all must "
     "resume from checkpoints of the same step"

@@ -23,26 +23,6 @@ from qcomp.core.optimizers.base import Optimizer
 from qcomp.core.payload import Payload
 from qcomp.core.state import OptimizerState
 
-__all__ = [
-    "RANKS",
-    "ROUNDS",
-    "SENT",
-    "SHARED",
-    "Contribution",
-    "Create",
-    "Delete",
-    "Mailbox",
-    "Member",
-    "Names",
-    "Read",
-    "Requests",
-    "Sending",
-    "SharedSnapshot",
-    "answer",
-    "numbers_of",
-    "require_alike",
-]
-
 RANKS, SENT, ROUNDS, SHARED = "ranks", "sent", "rounds", "shared"
 """The folders of a mailbox. They hold the numbers of ranks, the ranks' contributions, a file per round that names the
 contributions it merges, and the shared parameters after some rounds."""

@@ -12,8 +12,6 @@ from qcomp.core.outer.fragments import under_way
 from qcomp.core.outer.loop import OuterLoop
 from qcomp.core.state import OptimizerState
 
-__all__ = ["Overlapped"]
-
 
 class _Starts(Transport, Protocol):
     """A communicator with ``start``, see `qcomp.comm.Communicator`."""

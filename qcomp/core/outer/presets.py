@@ -8,8 +8,6 @@ from qcomp.core.mean.averaging import Averaging
 from qcomp.core.optimizers.sgd import SGD
 from qcomp.core.outer.loop import OuterLoop
 
-__all__ = ["diloco", "local_sgd", "muloco", "sparse_loco", "streaming_diloco"]
-
 
 def local_sgd(every: int = 8, **changes: Any) -> OuterLoop:
     """Return LocalSGD: the ranks average their parameters every few steps, exactly.

@@ -14,8 +14,6 @@ from qcomp.core.outer.settings import ANCHOR
 from qcomp.core.reporting import name_ranks
 from qcomp.core.state import OptimizerState
 
-__all__ = ["beside", "fitting", "require_equal", "same_step"]
-
 Result = TypeVar("Result")
 
 

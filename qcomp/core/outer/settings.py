@@ -25,8 +25,6 @@ from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 
-__all__ = ["ANCHOR", "OWN", "SENT", "WARMUP", "OuterSettings", "nothing_like", "rounds_key"]
-
 WARMUP = "warmup"
 """The name of the stage in which gradients are averaged in every step."""
 

@@ -16,17 +16,6 @@ from qcomp.core.numeric.cache_blocks import in_blocks
 from qcomp.core.numeric.numbers import Number
 from qcomp.core.numeric.sums import total, totals
 
-__all__ = [
-    "bias_corrections",
-    "corrected_sum",
-    "divided",
-    "floored",
-    "frozen",
-    "kept_after",
-    "measured",
-    "step_on_codes",
-]
-
 LARGEST_WEIGHT = 0.25
 """The largest weight of one measurement: with it, the average is as steady as the mean of seven squares. A single
 square is often near zero, and its element would make long steps."""

@@ -6,8 +6,6 @@ from typing import Any
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.state import OptimizerState
 
-__all__ = ["EXACT_STEPS", "late_tensors", "of_tensors", "steps_of_parts", "with_late", "without_late"]
-
 EXACT_STEPS = "exact_steps"
 """The key of the number of exact steps that each tensor must make. A tensor that has made fewer is late, and has the
 key ``exact_steps.NAME``. States without late tensors have none of these keys."""

@@ -33,8 +33,6 @@ from qcomp.core.variance.rules import FreezeAt, FreezeRule, Observation
 from qcomp.core.variance.schedules import Schedule, require_schedule
 from qcomp.core.variance.watch import WATCHED, VarianceWatch, is_of_watch, watch_limits
 
-__all__ = ["VariancePolicy", "warn_of_zeros"]
-
 Betas = Sequence[tuple[float, float]]
 
 _PATIENCE = 10

@@ -6,14 +6,6 @@ from typing import NamedTuple, Protocol
 
 from qcomp.core.settings import plain_numbers
 
-__all__ = [
-    "FreezeAt",
-    "FreezeRule",
-    "Observation",
-    "VarianceStable",
-    "freeze_rule",
-]
-
 
 class Observation(NamedTuple):
     """The answer of a rule after a step of the warm-up."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from qcomp.core.settings import plain_numbers
 
-__all__ = ["DoublingIntervals", "LocalSteps", "Schedule", "require_schedule"]
-
 Schedule = Callable[[int], bool]
 """Returns whether a step, counted from 1, belongs to a set. In a program that JAX compiles, the step is traced, so the
 function must consist of arithmetic and comparisons without branches, as in `DoublingIntervals`."""

@@ -23,8 +23,6 @@ from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.late import EXACT_STEPS, late_tensors
 
-__all__ = ["WATCHED", "VarianceWatch", "is_of_watch", "watch_limits"]
-
 WATCHED = "watched_variance"
 """The kind of arrays that a watch keeps: the averages of the squares of each tensor's sampled gradients."""
 
@@ -439,14 +437,14 @@ def _to_host(joined: Array, parts: Sequence[Array]) -> list[Sequence[float]]:
     return [values[start:stop] for start, stop in pairwise([0, *stops])]
 
 
-def _worst(by_name: Mapping[str, float], most: int = 3) -> str:
-    """Name the entries with the largest values, the largest first, down to half of the largest."""
+def _worst(by_name: Mapping[str, float]) -> str:
+    """Return the names with the largest values, the largest first, down to half of the largest."""
     least = max(by_name.values(), default=0.0) / 2
     names = [
         name for name in sorted(by_name, key=lambda n: by_name[n], reverse=True) if by_name[name] >= least
     ]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _quotient(x: float, y: float) -> float:

@@ -35,8 +35,6 @@ from qcomp.integrations.ddp.parameters import AveragedParameters, inside
 from qcomp.integrations.ddp.stream import SideStream
 from qcomp.private_names.torch import call_at_end
 
-__all__ = ["BucketedStep", "SavesState", "with_own_moments"]
-
 PART_BYTES = 8 << 20
 """The smallest part, in bytes of gradients, that is exchanged while the next one is compressed."""
 

@@ -26,8 +26,6 @@ from qcomp.integrations.ddp.changed_gradients import GradientRecord, shared_verd
 from qcomp.integrations.ddp.parameters import inside
 from qcomp.private_names.torch import hooks_of, is_joined_without
 
-__all__ = ["OverlappedOptimizer"]
-
 _CLIP = (
     "To clip, pass clip_norm= to the optimizer, and turn off what else clips: clip_grad_norm_, gradient_clip_val of "
     "Lightning, or max_grad_norm of the Trainer of Hugging Face, which clips unless it is 0"

@@ -12,8 +12,6 @@ try:
 except ImportError as error:
     raise ImportError("qcomp.torch.ft needs torchft: pip install 'qcomp[ft]'") from error
 
-__all__ = ["ProcessGroup"]
-
 
 class ProcessGroup(process_group.ProcessGroup):
     """The process group of a ``torchft.Manager``: it connects the replicas of each quorum by gloo.

@@ -23,8 +23,6 @@ from qcomp.torch.ft.replica import QuorumMember
 from qcomp.torch.positions import Place
 from qcomp.torch.trained_parameters import Trained
 
-__all__ = ["ElasticOuterLoop"]
-
 
 class ElasticOuterLoop(QuorumMember):
     """An outer loop among replicas of torchft that may die, stop and join.

@@ -18,8 +18,6 @@ from qcomp.private_names.torchft import asks_in_background
 from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.parameters import plain_products
 
-__all__ = ["QuorumMember"]
-
 
 class QuorumMember(ABC):
     """Requests quorums, and connects to the replicas of each new quorum."""

@@ -11,8 +11,6 @@ from qcomp.torch.ft.group import ProcessGroup
 from qcomp.torch.ft.replica import QuorumMember
 from qcomp.torch.optimizer import AveragingOptimizer
 
-__all__ = ["Elastic"]
-
 
 class Elastic(QuorumMember):
     """The steps of an optimizer for torch, among replicas of torchft that may die, stop and join.

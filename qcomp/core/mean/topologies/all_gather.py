@@ -7,8 +7,6 @@ from qcomp.core.mean.layout import Layout, Operands, Residuals
 from qcomp.core.mean.stages import AllGather, Stages
 from qcomp.core.mean.topologies.base import Averaged, Call, Topology, assemble
 
-__all__ = ["GatherAll"]
-
 _WORKER = 0
 """The hop in the keys of random draws."""
 

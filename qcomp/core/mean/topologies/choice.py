@@ -7,8 +7,6 @@ from qcomp.core.mean.costs import Cluster, Link, Load
 from qcomp.core.mean.nodes import Nodes
 from qcomp.core.mean.topologies.registry import names, topology
 
-__all__ = ["ETHERNET", "choose_topology"]
-
 ETHERNET = Link(bandwidth=1.25e9, latency=50e-6)
 """The default link between nodes: 10 Gbit/s, and 50 microseconds per message."""
 

@@ -22,8 +22,6 @@ from qcomp.core.mean.topologies.two_phase import TwoPhase
 from qcomp.core.numeric.arrays import Array, array_namespace, device, from_host_bytes, host_bytes
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Hierarchical", "Lanes"]
-
 _WORKER, _SERVER = 0, 1
 """The hops in the keys of random draws."""
 _LENGTH_BYTES = 8

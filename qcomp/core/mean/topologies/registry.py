@@ -13,8 +13,6 @@ from qcomp.core.mean.topologies.two_phase import TwoPhase
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["AUTO", "names", "register", "require_divisor", "require_name", "topology"]
-
 AUTO = "auto"
 """The name that stands for the fastest topology, which `qcomp.CompressedMean.init` chooses."""
 

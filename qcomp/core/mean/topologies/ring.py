@@ -14,8 +14,6 @@ from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_mea
 from qcomp.core.numeric.arrays import Array, flush, from_host_bytes
 from qcomp.core.reporting import name_ranks
 
-__all__ = ["Ring", "residuals_of"]
-
 _SERVER, _FIRST_HOP = 1, 2
 """The hops of the draws: one for the mean, and one for the sums of the first exchange."""
 

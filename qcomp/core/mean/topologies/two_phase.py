@@ -14,8 +14,6 @@ from qcomp.core.mean.topologies.base import Averaged, Call, Topology, decode_mea
 from qcomp.core.numeric.arrays import Array
 from qcomp.core.numeric.random import Key
 
-__all__ = ["SERVER", "Arrived", "TwoPhase", "to_servers"]
-
 _WORKER, SERVER = 0, 1
 """The hops in the keys of random draws."""
 
