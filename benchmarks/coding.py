@@ -127,8 +127,8 @@ def blocks(document: dict[str, Any]) -> dict[str, str]:
     head += [f"{kernels}, {what}" for kernels in ("numba", "pure") for what in WHATS]
     sizes = {r["kernels"]: r["elements"] for r in document["results"]}
     text = (
-        f"MB of float32 a second, {sizes['numba']:,} elements (pure: {sizes['pure']:,}), one thread; bits an element. "
-        f"{page.made(document)}"
+        f"MB of float32 per second, {sizes['numba']:,} elements (pure: {sizes['pure']:,}), one thread; bits per "
+        f"element. {page.made(document)}"
     )
     return {"coding": f"{text}\n\n{page.table(head, rows)}"}
 

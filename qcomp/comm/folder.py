@@ -243,8 +243,8 @@ class FolderCommunicator(Verbs):
         """Raise CommunicatorError if another process with this rank's number has come after this one."""
         if found != token:
             raise CommunicatorError(
-                f"creation: another process came as rank {self.rank} of {job!r} after this one: give each process of a "
-                "job a rank of its own, and each of several jobs in a folder another name, job="
+                f"creation: another process joined {job!r} as rank {self.rank} after this one: give each process a "
+                "rank of its own; if several jobs use this folder, give each a name of its own by job="
             )
 
     def _require_size(self, r: int, size: int) -> None:

@@ -57,8 +57,8 @@ class StoreMeeting:
             yield int(rank), told
         if missing:
             raise CommunicatorError(
-                f"{_WHO}: {self._size} processes have joined, but not {name_ranks(missing)}: two of them have the "
-                "same rank"
+                f"{_WHO}: {self._size} processes have joined, but not {name_ranks(missing)}: two processes have the "
+                "same rank, so give each process a rank of its own"
             )
 
     def fail(self, reason: str) -> None:

@@ -63,7 +63,9 @@ class PayloadSpec:
 
     def __post_init__(self) -> None:
         if self.variable_length and (not self.fields or self.fields[-1].dtype != "uint8"):
-            raise ValueError(f"fields are {self.fields}; expected uint8 for the last, whose length varies")
+            raise ValueError(
+                f"fields are {self.fields}; expected dtype uint8 for the last, whose length varies"
+            )
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def compressor(spec: str) -> Compressor:
     hints = get_type_hints(cls)
     nested = [f.name for f in fields(cls) if hints[f.name] is Compressor]
     if inner and not nested:
-        raise ValueError(f"the compressor {name!r} wraps no other; got {spec!r}")
+        raise ValueError(f"the compressor {name!r} wraps no other compressor; got {spec!r}")
     if inner:
         arguments[nested[0]] = compressor(inner)
     types = {f.name: hints[f.name] for f in fields(cls) if f.name not in nested}
@@ -131,7 +131,9 @@ def find_class(name: str) -> type[Compressor]:
             f"the entry point {name!r} leads to {cls!r}; expected a subclass of qcomp.Compressor"
         )
     if cls.name != name:
-        raise ValueError(f"the entry point {name!r} leads to {cls.__qualname__}, whose name is {cls.name!r}")
+        raise ValueError(
+            f"the entry point {name!r} leads to {cls.__qualname__}, whose name is {cls.name!r}; expected the same name"
+        )
     return register(cls)
 
 

@@ -317,7 +317,9 @@ def advise(
     times = [step_time(job, cluster, machine, method) for method in chosen]
     full = [t for t in times if t.method.is_allreduce and not t.method.half]
     if not full:
-        raise ValueError("methods has no ring or tree of full precision; expected one to compare with")
+        raise ValueError(
+            "methods has no ring or tree of full precision; expected at least one, to compare the other methods with"
+        )
     plain = min(full, key=lambda t: t.seconds)
 
     def row(time: StepTime) -> Row:

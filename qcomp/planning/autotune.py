@@ -171,8 +171,8 @@ class Autotune:
         for rank, of_rank in enumerate(of_each):
             if not all(0 <= one < math.inf for one in of_rank):
                 raise ValueError(
-                    f"clock is {self.clock!r}; the steps of rank {rank} take {list(of_rank)} seconds by it, expected "
-                    "at least 0: pass a clock that never goes back, such as time.perf_counter"
+                    f"clock is {self.clock!r}, by which the steps of rank {rank} take {list(of_rank)} seconds; "
+                    "expected at least 0: pass a clock that never goes back, such as time.perf_counter"
                 )
         found = [max(of_ranks) for of_ranks in zip(*of_each, strict=True)]
         if tuning.again:

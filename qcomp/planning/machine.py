@@ -29,7 +29,7 @@ class Speed:
         for name in ("encode", "decode", "add"):
             if not getattr(self, name) >= 0:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; expected seconds an element, at least 0"
+                    f"{name} is {getattr(self, name)!r}; expected seconds per element, at least 0"
                 )
 
 
@@ -52,7 +52,7 @@ class LowRankSpeed:
         for name in ("fixed", "column"):
             if not getattr(self, name) >= 0:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; expected seconds an element, at least 0"
+                    f"{name} is {getattr(self, name)!r}; expected seconds per element, at least 0"
                 )
 
 
@@ -94,7 +94,7 @@ class Machine:
     product: float | None = None
 
     def __post_init__(self) -> None:
-        units = {"copy": " an element", "call": "", "tensor": "", "product": " a multiplication"}
+        units = {"copy": " per element", "call": "", "tensor": "", "product": " per multiplication"}
         for name, unit in units.items():
             if getattr(self, name) is None and name == "product":
                 continue
@@ -220,7 +220,7 @@ def gpu(memory_bandwidth: float = 600e9) -> Machine:
     some 10 microseconds each. It has no speeds for payloads that are coded on the host.
     """
     if not memory_bandwidth > 0:
-        raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes a second, above 0")
+        raise ValueError(f"memory_bandwidth is {memory_bandwidth!r}; expected bytes per second, above 0")
     speed = Speed(*(moved / memory_bandwidth for moved in (20, 4, 8)))
     low_rank = LowRankSpeed(32 / memory_bandwidth, 0.0)
     source = f"an estimate: bytes moved over {memory_bandwidth / 1e9:g} GB/s of GPU memory, not measured"

@@ -22,7 +22,7 @@ def require(owner: Any, name: str, purpose: str, *, library: str, versions: str)
     >>> require(numpy, "_nothing", "show this", library="numpy", versions=">=2.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ImportError: qcomp needs numpy._nothing to show this, which numpy ... lacks; install numpy>=2.0
+    ImportError: qcomp needs numpy._nothing to show this, but numpy ... lacks it; install numpy>=2.0
     """
     try:
         return getattr(owner, name)
@@ -31,5 +31,6 @@ def require(owner: Any, name: str, purpose: str, *, library: str, versions: str)
         inside = "" if isinstance(kind, ModuleType) else f"{kind.__module__}."
         missing = f"{inside}{kind.__name__}.{name}"
         raise ImportError(
-            f"qcomp needs {missing} to {purpose}, which {library} {version(library)} lacks; install {library}{versions}"
+            f"qcomp needs {missing} to {purpose}, but {library} {version(library)} lacks it; "
+            f"install {library}{versions}"
         ) from error

@@ -65,7 +65,7 @@ def communicator_contract(
         raise TypeError(f"comm is {comm!r}; expected a communicator, but it lacks {', '.join(lacking)}")
     if failures and owners:
         raise ValueError(
-            "failures and owners are True; expected one of them, since either may close the communicator"
+            "failures and owners are True; expected only one of them, since either may close the communicator"
         )
     last = [another_size_closes_it] * failures + [other_owners_are_a_mismatch] * owners
     laws = (*COMMUNICATOR_LAWS, *last)

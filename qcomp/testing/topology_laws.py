@@ -102,7 +102,7 @@ def own_precision(world: Peers) -> None:
         assert got.dtype == dtype, f"the mean of {dtype} is {got.dtype}"
         off = np.abs(got - sum(v.astype(np.float64) for v in x) / world.size).max()
         assert off < 0.02 * (world.size + 2), (
-            f"the mean of {dtype} is off by {off:.3g}, with 8 bits an element"
+            f"the mean of {dtype} is off by {off:.3g}, with 8 bits per element"
         )
     values = [[np.full(5, 1 + rank, np.float32), np.full(7, 1 / 3 + rank)] for rank in world.ranks]
     for c in (Identity(), ScaledSign(bucket_size=8)):

@@ -408,7 +408,7 @@ class ReplicatedGradients(BeforeSteps):
         if kept is not None:
             if kept.shape != gradients.shape:
                 raise ValueError(
-                    f"{unit.label} has gradients of {gradients.shape[0]} elements, and of {kept.shape[0]} in earlier "
+                    f"{unit.label} has gradients of {gradients.shape[0]} elements, but had {kept.shape[0]} in earlier "
                     "backward passes of the step: change requires_grad only after a backward pass with "
                     "set_requires_all_reduce(True)"
                 )

@@ -225,7 +225,7 @@ class Compression:
         """
         if not 0 < factor < math.inf:
             raise ValueError(
-                f"factor is {factor!r}; expected a finite number above 0, the new scale over the old"
+                f"factor is {factor!r}; expected a finite number above 0, the new scale divided by the old"
             )
         if factor != 1:
             for part in self.parts.values():

@@ -268,5 +268,7 @@ def _others_of(number: int, group: Mapping[str, Any]) -> Any:
     if not isinstance(use_muon, bool):
         raise TypeError(f"param_groups[{number}] has use_muon={use_muon!r}; expected True or False")
     if use_muon and others is True:
-        raise ValueError(f"param_groups[{number}] has use_muon=True and others=True; expected one of them")
+        raise ValueError(
+            f"param_groups[{number}] has use_muon=True and others=True; expected only one of them"
+        )
     return (others or False) if use_muon else True

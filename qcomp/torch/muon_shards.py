@@ -65,8 +65,8 @@ def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
         if not hasattr(p, "device_mesh"):
             raise TypeError(
                 f"the parameter {name!r} is whole, and others are sharded; expected all of them to be sharded: prepare "
-                "the whole model by fully_shard, make another optimizer for what it ignores, and call model.reshard() "
-                "after an evaluation"
+                "the whole model by fully_shard, make another optimizer for parameters that fully_shard ignores, and "
+                "call model.reshard() after an evaluation"
             )
         own = list(map(type, p.placements))
         if not set(own) <= {Shard, Replicate} or own.count(Shard) > 1:
@@ -76,7 +76,7 @@ def _cut_of(names: Sequence[str], params: Sequence[Any]) -> dict[str, Any]:
             )
         if p.device_mesh != mesh or own != kinds:
             raise ValueError(
-                f"the parameter {name!r} is cut over {p.device_mesh} with {p.placements}, {names[0]!r} over {mesh} "
+                f"the parameter {name!r} is cut over {p.device_mesh} with {p.placements}, and {names[0]!r} over {mesh} "
                 f"with {first.placements}; expected one mesh: make an optimizer for each mesh, with different seeds"
             )
         if not own_part(p).is_contiguous():

@@ -476,7 +476,7 @@ def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None
     first = trained.tensors[0]
     wrapped = wrapped_in(model)
     if wrapped is not None:
-        cure = "model.module, in steps without the wrapper,"
+        cure = "model.module, in steps without the wrapper"
         drawn.append(("model", cure, _broadcast(first.device, wrapped.process_group)))
     elif hasattr(first, "device_mesh"):
         groups = first.device_mesh.get_all_groups()
@@ -487,8 +487,8 @@ def _require_own_steps(model: Any, trained: Trained, comm: Communicator) -> None
         found = {bytes(x.tolist()) for x in comm.all_gather(own, [len(own)] * comm.size)}
         if len(found) < min(2, comm.size):
             raise ValueError(
-                f"{what} averages over all {comm.size} ranks of the loop in every step; expected {cure}, or over the "
-                "ranks of a node"
+                f"{what} averages over all {comm.size} ranks of the loop in every step; expected {cure}, or one that "
+                "averages only over the ranks of a node"
             )
 
 

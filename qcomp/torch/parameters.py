@@ -102,7 +102,7 @@ def require_dense(named: Iterable[tuple[str, Any]]) -> None:
     for name, grad in named:
         if grad is not None and grad.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of {name!r} is sparse; expected a dense one, as of an Embedding with sparse=False"
+                f"the gradient of {name!r} is sparse; expected a dense one: make an Embedding with sparse=False"
             )
 
 

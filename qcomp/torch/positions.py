@@ -95,11 +95,11 @@ class Positions:
             for keys, (squared, of_params) in distances.items():
                 if squared < of_params / 4 and (number, keys) not in self.known | self._now:
                     warn_caller(
-                        f"optimizer {number} has a state {'.'.join(map(str, keys))!r} near its parameters, which no "
-                        "saved state of this loop names: if it is a copy of them that has moved on, such as z of "
-                        "schedule-free or slow weights, no exchange will move it, and training goes wrong. Make the "
-                        "loop before the optimizer's first step, and resume with the loop's state_dict(). If it is a "
-                        "fixed reference, this warning means nothing"
+                        f"optimizer {number} has a state {'.'.join(map(str, keys))!r} with values close to its "
+                        "parameters, and no saved state of this loop names it: if it is a copy of the parameters that "
+                        "has moved on, such as z of schedule-free or slow weights, no exchange will move it, and "
+                        "training goes wrong. Make the loop before the optimizer's first step, and resume with the "
+                        "loop's state_dict(). If it is a fixed reference, ignore this warning"
                     )
 
     def note(self, *, at_start: bool = False) -> None:

@@ -80,17 +80,17 @@ class Trained:
                     if p.requires_grad and id(p) not in self._known:
                         raise ValueError(
                             f"optimizer {number} has a parameter of shape {tuple(p.shape)} that the model did not have "
-                            "when the loop was made, or that required no gradient then; expected no others, since they "
-                            "would differ between the ranks: make the loop again"
+                            "when the loop was made, or that required no gradient then; expected only parameters that "
+                            "the loop averages, since others would differ between the ranks: make the loop again"
                         )
         for number, (given, inner) in enumerate(zip(self._given, self.optimizers, strict=True)):
             own = getattr(given, "state", None)
             if given is not inner and own is not inner.state and (entry := next(entries(own), None)):
                 raise ValueError(
                     f"optimizer {number} is a {type(given).__name__} around another optimizer and keeps a state "
-                    f"{'.'.join(map(str, entry[0][1:]))!r} of its own, such as slow weights: it would undo what the "
-                    "loop exchanges in the inner optimizer's step. Give the loop an optimizer that does both in one "
-                    "class"
+                    f"{'.'.join(map(str, entry[0][1:]))!r} of its own, such as slow weights: the loop "
+                    "exchanges in the step of the inner optimizer, and then the wrapper would undo the exchange. Give "
+                    "the loop one optimizer class that does what both do"
                 )
 
     @torch.no_grad()

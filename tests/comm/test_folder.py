@@ -134,7 +134,7 @@ def test_a_second_process_with_the_same_rank_takes_its_place(tmp_path, twice):
             pass
         rest.append(come(1 - twice))
         with pytest.raises(
-            qcomp.CommunicatorError, match=f"another process came as rank {twice} of 'job' after"
+            qcomp.CommunicatorError, match=f"another process joined 'job' as rank {twice} after"
         ):
             first.result(timeout=60)
         comms = [each.result(timeout=60) for each in rest]

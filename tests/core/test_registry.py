@@ -102,7 +102,7 @@ def test_the_text_of_specs_is_fixed():
         ("scaled(qsgd):factor=2", "option 'factor=2'; scaled has: none"),
         ("scaled(sign)", "compressor is sign:.*; expected an unbiased compressor with a known omega"),
         ("scaled(scaled(qsgd))", "compressor is scaled.*; expected an unbiased compressor"),
-        ("sign(qsgd)", "the compressor 'sign' wraps no other"),
+        ("sign(qsgd)", "the compressor 'sign' wraps no other compressor"),
         ("scaled:compressor=qsgd", "option 'compressor=qsgd'"),
         ("sign:bucket_size=" + "0" * 1000, "has 1017 characters; at most 1000 are read"),
         ("scaled(" * 2000 + ")" * 2000, "has 16000 characters"),

@@ -81,7 +81,7 @@ class TestLayout:
 
     @pytest.mark.parametrize("fields", [(), (Field("codes", "uint8", 5), Field("step", "float32", 1))])
     def test_the_shorter_field_must_hold_bytes(self, fields):
-        with pytest.raises(ValueError, match="expected uint8 for the last"):
+        with pytest.raises(ValueError, match="expected dtype uint8 for the last"):
             PayloadSpec(fields, variable_length=True)
 
     def test_a_shorter_payload_in_a_file(self):

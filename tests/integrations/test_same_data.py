@@ -96,7 +96,7 @@ say("ok")
 def test_first_compressed_pass_names_rows_of_zeros_that_move(said):
     """Of a layer without a bias: its gradient is zero for inputs and outputs that no rank uses."""
     body = """
-text = "elements whose gradients are 0 on all ranks move all the same, because sign"
+text = "elements whose gradients are 0 on all ranks still move, because sign"
 def told(begin, steps=4, idle=lambda step: True):
     torch.manual_seed(7)
     layer = torch.nn.Linear(33, 65, bias=False)

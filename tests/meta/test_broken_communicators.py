@@ -325,5 +325,5 @@ def test_an_object_that_is_not_a_communicator_is_refused():
         check_communicator(3)
     alone = LocalCommunicator.alone()
     check_communicator(alone)
-    with pytest.raises(ValueError, match="failures and owners are True; expected one of them"):
+    with pytest.raises(ValueError, match="failures and owners are True; expected only one of them"):
         check_communicator(alone, failures=True, owners=True)

@@ -9,7 +9,7 @@ import pytest
 
 import qcomp
 
-TEXT = "elements whose gradients are 0 on all ranks move all the same"
+TEXT = "elements whose gradients are 0 on all ranks still move"
 SIGN = qcomp.ScaledSign(64)
 SHAPES = [(12, 16), (16, 12)]
 

@@ -29,13 +29,11 @@ def test_a_gradient_that_is_missing():
 
 
 def test_an_error_about_precision_names_the_gradient_and_not_a_residual():
-    expected = (
-        r"grads\[0\], the gradient of 'layer.weight', has dtype float64, the parameter float32; expected"
-    )
+    expected = r"grads\[0\], the gradient of 'layer.weight', has dtype float64, and the parameter has float32; expected"
     with pytest.raises(TypeError, match=expected):
         step([p.astype(np.float64) for p in PARAMS])
     doubles = [p.astype(np.float64) for p in PARAMS]
-    with pytest.raises(TypeError, match=r"of 'layer.bias', has dtype float32, the parameter float64"):
+    with pytest.raises(TypeError, match=r"of 'layer.bias', has dtype float32, and the parameter has float64"):
         step([doubles[0], PARAMS[1]], doubles)
     with pytest.raises(TypeError, match=r"grads\[1\] has dtype int64; expected float64, float32"):
         step([PARAMS[0], np.ones(4, np.int64)])

@@ -422,7 +422,7 @@ def test_what_does_not_fit_is_refused(lockstep):
     columns = dataclasses.replace(sharding, axes=AXES["last"])
     with pytest.raises(qcomp.MismatchError, match="shards"):
         start((sharding, columns), [params[0], cut(whole(99, 0), columns, 1)])
-    with pytest.raises(ValueError, match="shards has 3 ranks; comm has 2"):
+    with pytest.raises(ValueError, match="shards has 3 ranks; comm has 2 ranks"):
         start((Sharding(SHAPES, MESHES["3"]),) * 2)
     with pytest.raises(ValueError, match=r"whiten_steps is .*; expected None"):
         muon(sharding, whiten_steps=qcomp.DoublingIntervals(1))

@@ -201,7 +201,7 @@ def test_overlapping_needs_a_delay_and_a_communicator_with_start():
     alone = qcomp.comm.LocalCommunicator.alone()
     with pytest.raises(ValueError, match="loop has delay=0"):
         Overlapped(loop_of(), alone)
-    with pytest.raises(TypeError, match="expected a communicator with start"):
+    with pytest.raises(TypeError, match="expected a communicator with a method start"):
         Overlapped(loop_of(delay=1), object())
 
 

@@ -318,7 +318,7 @@ def spoilt(kind, number, value):
             {"inner": InnerStates({"w": 3, "*": 3})},
             {},
             (ValueError,) * 2,
-            "keeps such a state, except as copies of parameters; expected names among ['m', 'v', 'own']",
+            "keeps such a state (copies of parameters do not count); expected names among ['m', 'v', 'own']",
         ),
     ],
 )

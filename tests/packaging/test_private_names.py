@@ -242,7 +242,7 @@ MISSING = [
 @pytest.mark.parametrize(("owner", "name", "use"), MISSING, ids=[name for _, name, _ in MISSING])
 def test_a_missing_name_is_an_error_that_says_what_to_do(owner, name, use, monkeypatch):
     monkeypatch.delattr(f"{owner}.{name}", raising=False)
-    lacks = f"which torch {re.escape(version('torch'))} lacks; install torch>=2.6,<2.14"
+    lacks = f"but torch {re.escape(version('torch'))} lacks it; install torch>=2.6,<2.14"
     with pytest.raises(ImportError, match=rf"^qcomp needs {re.escape(owner)}\.{name} to [\w ]+, {lacks}$"):
         use()
 
@@ -278,7 +278,7 @@ def test_a_manager_of_another_torchft_is_refused():
     from qcomp.private_names.torchft import asks_in_background
 
     assert asks_in_background(SimpleNamespace(_use_async_quorum=True))
-    lacks = r"which torchft .* lacks; install torchft>=0\.2,<0\.3"
+    lacks = r"but torchft .* lacks it; install torchft>=0\.2,<0\.3"
     with pytest.raises(
         ImportError, match=rf"^qcomp needs types\.SimpleNamespace\._use_async_quorum to .*, {lacks}"
     ):
@@ -290,7 +290,7 @@ def test_kernels_that_another_numba_cannot_store_are_not_available(name, monkeyp
     monkeypatch.delitem(sys.modules, "qcomp.private_names.numba", raising=False)
     monkeypatch.delattr(f"numba.core.caching.{name}")
     lacks = (
-        rf"which numba {numba.__version__} lacks; install numba>=0\.61,<0\.69: pip install 'qcomp\[numba\]'"
+        rf"but numba {numba.__version__} lacks it; install numba>=0\.61,<0\.69: pip install 'qcomp\[numba\]'"
     )
     need = rf"^the kernels 'numba' need numba\.core\.caching\.{name} to store compiled kernels, {lacks}$"
     with pytest.raises(registry.UnavailableError, match=need):

@@ -418,7 +418,7 @@ def test_a_name_that_no_state_has_is_an_error_on_every_rank():
         qcomp.torch.OuterLoop(model, optimizer, LOOP, comm=comm, inner_state=InnerStates({"exp_avgs": 1}))
         with pytest.raises(
             ValueError,
-            match=r"'exp_avgs', but no inner optimizer keeps such a state, .*'exp_avg', 'exp_avg_sq'",
+            match=r"'exp_avgs', but no inner optimizer keeps such a state .*'exp_avg', 'exp_avg_sq'",
         ):
             one_step(model, optimizer, comm.rank, 0)
 

@@ -476,7 +476,7 @@ def test_a_copy_that_no_saved_state_names_causes_a_warning():
     def without_entry(saved):
         return {of: ({k: v for k, v in one.items() if k != "positions"},) for of, (one,) in saved.items()}
 
-    text = "optimizer 0 has a state 'z' near its parameters"
+    text = "optimizer 0 has a state 'z' with values close to its parameters"
     with pytest.warns(UserWarning, match=text):
         resumed(ALONE, lambda params: StatefulScheduleFree(params, lr=0.01), without_entry)
     _, params, optimizer, _ = trained(lambda params: ScheduleFree(params, lr=0.01), None, 3)

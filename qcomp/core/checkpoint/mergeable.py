@@ -83,7 +83,8 @@ def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -
     twice = sorted(key for key, count in Counter(key for key, _ in owned).items() if count > 1)
     if twice:
         raise ValueError(
-            f"several states have {twice[0]}, which only one state of a job has: the states belong to different jobs"
+            f"several states have {twice[0]}, which only one state of a job can have: the states belong to different "
+            "jobs"
         )
     dtype = compute_dtype_name(dtype_name(world.like.dtype))
     for key, entry in owned:
@@ -105,7 +106,7 @@ def _require_columns(manifests: Mapping[int, Manifest], world: World) -> None:
             ):
                 raise ValueError(
                     f"the state has {key} of {size} elements, which are not whole columns of a matrix of "
-                    f"{rows.get(place.name, place.rows)} rows, unlike other parts: the state is damaged"
+                    f"{rows.get(place.name, place.rows)} rows, as other parts of this tensor are: the state is damaged"
                 )
 
 

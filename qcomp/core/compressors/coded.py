@@ -46,8 +46,8 @@ class LevelCoder:
         """Return the shortened data of a payload of the plain compressor."""
         if is_traced(data):
             raise TypeError(
-                f"coding is {self.coding!r}: the length of a payload depends on its values, which a tracing compiler "
-                "does not have; expected coding='fixed'"
+                f"coding is {self.coding!r}, with which the length of a payload depends on the values; expected "
+                "coding='fixed', since a compiler such as jax.jit needs a fixed length"
             )
         parts = self.plain.payload_spec(size).split(data)
         method, codes = _STORED, host_bytes(parts["codes"])

@@ -31,8 +31,8 @@ class GapCoder:
         """Return the shortened data of a payload of the plain compressor."""
         if is_traced(data):
             raise TypeError(
-                f"coding is None with value_bits={self.value_bits}: the length of a payload depends on its values, "
-                "which a tracing compiler does not have; expected coding='fixed'"
+                f"coding is None with value_bits={self.value_bits}, so the length of a payload depends on the values; "
+                "expected coding='fixed', since a compiler such as jax.jit needs a fixed length"
             )
         return from_host_bytes(coding.encode_gaps(host_bytes(data), size, self._shape), data)
 

@@ -42,7 +42,7 @@ class Link:
     per_message: float | None = None
 
     def __post_init__(self) -> None:
-        require("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes a second, above 0")
+        require("bandwidth", self.bandwidth, self.bandwidth > 0, "bytes per second, above 0")
         require("latency", self.latency, 0 <= self.latency < math.inf, "seconds, at least 0")
         require("streams", self.streams, self.streams >= 1, "a number of ranks, at least 1")
         if self.per_message is not None:

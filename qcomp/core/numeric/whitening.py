@@ -84,7 +84,7 @@ def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
     if product.dtype != x.dtype:
         raise TypeError(
             f"a matrix product of {dtype_name(x.dtype)} gave {dtype_name(product.dtype)}, too coarse to whiten "
-            "gradients; expected the same dtype: make the step outside torch.autocast"
+            "gradients; expected the same dtype: call step outside torch.autocast"
         )
     return flat(product)
 

@@ -99,7 +99,7 @@ def warn_of_moved_zeros(found: Sequence[str], mean: CompressedMean) -> None:
         specs = sorted({c.spec for c in mean.sends if not c.traits.keeps_zero})
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         warn_caller(
-            f"elements whose gradients are 0 on all ranks move all the same, because {' and '.join(specs)} cannot "
+            f"elements whose gradients are 0 on all ranks still move, because {' and '.join(specs)} cannot "
             f"encode 0: {'; '.join(found[:3])}{more}. If they are padding or pruned, use a compressor that keeps "
             "zeros, such as qcomp.QSGD(), or exclude these tensors from compression by exact=, in Muon by others="
         )

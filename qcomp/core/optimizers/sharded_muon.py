@@ -77,7 +77,7 @@ class ShardedMuon(Muon):
         """Return moments and residuals of zero for this rank's shards."""
         if size != len(self.shards.places):
             raise ValueError(
-                f"shards has {len(self.shards.places)} ranks; comm has {size}: expected a rank for each"
+                f"shards has {len(self.shards.places)} ranks; comm has {size} ranks; expected equal numbers"
             )
         for index, (name, p) in enumerate(zip(names, params, strict=True)):
             start, stop = self.shards.part(index, rank)

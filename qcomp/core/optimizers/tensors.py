@@ -134,8 +134,8 @@ def _require_alike(g: Array, p: Array, argument: str, name: str) -> None:
     expected = compute_dtype_name(dtype_name(p.dtype))
     if computed != expected:
         raise TypeError(
-            f"{which} has dtype {dtype_name(g.dtype)}, the parameter {dtype_name(p.dtype)}; expected a gradient that "
-            f"is computed in {expected}"
+            f"{which} has dtype {dtype_name(g.dtype)}, and the parameter has {dtype_name(p.dtype)}; expected a "
+            f"gradient that is computed in {expected}"
         )
 
 

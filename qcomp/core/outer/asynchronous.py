@@ -219,7 +219,7 @@ class Asynchronous:
         snapshot = yield from self._newest(fresh, facts, above=-1)
         if snapshot is None:
             raise CommunicatorError(
-                f"begin: the mailbox has a folder {SHARED!r}, but no shared parameters that can be read"
+                f"begin: the newest file in the folder {SHARED!r} of the mailbox cannot be read: use an empty mailbox"
             )
         if not (yield Create(f"{RANKS}/{rank}", b"")):
             raise ValueError(

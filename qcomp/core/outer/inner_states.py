@@ -269,8 +269,8 @@ class InnerStates:
         for kind in turns:
             if kind not in due_ones and not any(c in "*?[" for c in str(kind)):
                 raise ValueError(
-                    f"every has a period for {kind!r}, but no inner optimizer keeps such a state, except as copies of "
-                    f"parameters; expected names among {own}, or patterns"
+                    f"every has a period for {kind!r}, but no inner optimizer keeps such a state (copies of parameters "
+                    f"do not count); expected names among {own}, or patterns"
                 )
 
     def _common(

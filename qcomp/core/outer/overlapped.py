@@ -67,7 +67,7 @@ class Overlapped:
             raise ValueError("loop has delay=0; expected at least 1; without a delay, call loop.step")
         if not hasattr(comm, "start"):
             raise TypeError(
-                f"comm is {comm!r}; expected a communicator with start, such as any of qcomp.comm"
+                f"comm is {comm!r}; expected a communicator with a method start, such as any of qcomp.comm"
             )
         self.loop = loop
         self.comm: Any = comm

@@ -81,7 +81,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         if self.turn == "apply" and self.delay >= self.every // self.fragments:
             raise ValueError(
                 f"delay is {self.delay} with turn='apply'; expected less than every // fragments = "
-                f"{self.every // self.fragments}, so that each fragment is sent after the turn of the one before"
+                f"{self.every // self.fragments}, so that each fragment is sent after the previous fragment's turn"
             )
         self._require_factors()
         self.compression  # noqa: B018 - raises if compressor, averaging and policies do not go together
@@ -153,8 +153,8 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
             0 <= fragment < self.fragments and 0 < step <= state.step for fragment, step in sent.items()
         ):
             raise ValueError(
-                f"stage is {shown(stage)} after step {state.step}; expected one of an OuterLoop with {self.fragments} "
-                "fragments"
+                f"stage is {shown(stage)} after step {state.step}; expected a stage of an OuterLoop with "
+                f"{self.fragments} fragments"
             )
         anchor = state.arrays[ANCHOR]
         arrays = {**state.arrays, OWN: anchor}

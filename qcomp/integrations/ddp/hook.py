@@ -121,7 +121,7 @@ class HookState(SavesState):
         """
         if not 0 < factor < math.inf:
             raise ValueError(
-                f"factor is {factor!r}; expected a finite number above 0, the new scale over the old"
+                f"factor is {factor!r}; expected a finite number above 0, the new scale divided by the old"
             )
         if factor != 1:
             self._running.rescale(factor)

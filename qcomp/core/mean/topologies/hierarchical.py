@@ -359,8 +359,8 @@ class _NodeShare:
         lengths = struct.unpack(f"<{self.nodes.count}Q", host_bytes(packed[:table])) if size >= table else ()
         if size < table or size != joined_size([table, *lengths]):
             raise PayloadError(
-                f"the message from rank {sender} has {size} bytes; expected {table} with the lengths of "
-                f"{self.nodes.count} messages, and then the messages"
+                f"the message from rank {sender} has {size} bytes; expected {table} bytes with the lengths of "
+                f"{self.nodes.count} messages, and then these messages"
             )
         return split(packed[table:], lengths)
 
