@@ -164,9 +164,15 @@ class FramePlan(NamedTuple):
 def plan_of(frames: tuple[Frame, ...]) -> FramePlan:
     """Return the plan of some frames."""
     segments = [
-        _Segment(frame, index, number)
+        _Segment(index, compressor, tensor, start, stop - start, bucket, *place)
         for index, frame in enumerate(frames)
-        for number in range(len(frame.chunk))
+        for compressor, (tensor, start, stop, bucket), *place in zip(
+            frame.compressors,
+            frame.chunk,
+            frame.offsets,
+            frame.sizes,
+            strict=False,  # the verdict has a place too
+        )
     ]
     tensors = tuple(sorted({segment.tensor for segment in segments}))
     shapes = tuple((segment.size,) for segment in segments)
@@ -200,42 +206,18 @@ def _gaps(frame: Frame) -> Longs:
 
 
 class _Segment(NamedTuple):
-    """A segment of a frame."""
+    """A segment of a frame, and the place of its payload in the message."""
 
-    frame: Frame
     of_frame: int
     """The number of the frame."""
-    number: int
-    """The segment's number in the frame."""
-
-    @property
-    def compressor(self) -> AnyCompressor:
-        return self.frame.compressors[self.number]
-
-    @property
-    def tensor(self) -> int:
-        return self.frame.chunk[self.number][0]
-
-    @property
-    def start(self) -> int:
-        return self.frame.chunk[self.number][1]
-
-    @property
-    def size(self) -> int:
-        _, start, stop, _ = self.frame.chunk[self.number]
-        return stop - start
-
-    @property
-    def bucket(self) -> int:
-        return self.frame.chunk[self.number][3]
-
-    @property
-    def offset(self) -> int:
-        return self.frame.offsets[self.number]
-
-    @property
-    def nbytes(self) -> int:
-        return self.frame.sizes[self.number]
+    compressor: AnyCompressor
+    tensor: int
+    start: int
+    size: int
+    bucket: int
+    """The number of its first bucket."""
+    offset: int
+    nbytes: int
 
 
 def _group(

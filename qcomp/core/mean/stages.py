@@ -225,7 +225,7 @@ def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
 
 def begun(request: Exchange, comm: Any) -> Arriving:
     """Start an exchange over a communicator that has ``start`` and whose ranks compare its owner."""
-    if _compares(request, comm):
+    if request.owner is None or getattr(comm, "compares_owners", False):
         return Arriving(comm.start(request))
     return Arriving(_Compared(comm.start(_with_digests(request)), request, comm.rank))
 
@@ -239,11 +239,6 @@ class _Compared(NamedTuple):
 
     def wait(self) -> list[Array]:
         return _without_digests(self.pending.wait(), self.request, self.rank)
-
-
-def _compares(request: Exchange, comm: Transport) -> bool:
-    """Return whether a communicator compares the owner of an exchange, or the exchange has no owner."""
-    return request.owner is None or getattr(comm, "compares_owners", False)
 
 
 def _with_digests(request: Exchange) -> Exchange:
