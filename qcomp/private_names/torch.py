@@ -112,10 +112,28 @@ def is_joined_without(model: Any, other: Any) -> bool:
     return bool(joined.enable and (not own.enable or own.is_first_joinable))
 
 
+def counts_ranks_with_inputs(model: Any) -> bool:
+    """Return whether torch's Join asks a DistributedDataParallel for means over the ranks that still have inputs."""
+    joined = _require(model, "_join_config", "take part in the steps of ranks with more inputs")
+    return bool(joined.enable and not getattr(model, "_divide_by_initial_world_size", True))
+
+
 def averages_over_replicas(state: Any) -> bool:
     """Return whether FSDP2 averages gradients over replicas now, see ``set_requires_all_reduce``."""
-    use = "accumulate gradients without averaging them"
-    return bool(_require(_require(state, "_fsdp_param_group", use), "all_reduce_grads", use))
+    return bool(_require(_group_of(state), "all_reduce_grads", _ACCUMULATES))
+
+
+def has_gradients(state: Any) -> bool:
+    """Return whether any shard of FSDP2 has a gradient: ``zero_grad`` sets them to None."""
+    params = _require(_group_of(state), "fsdp_params", _ACCUMULATES)
+    return any(_require(p, "sharded_param", _ACCUMULATES).grad is not None for p in params)
+
+
+_ACCUMULATES = "accumulate gradients without averaging them"
+
+
+def _group_of(state: Any) -> Any:
+    return _require(state, "_fsdp_param_group", _ACCUMULATES)
 
 
 def fsdp_state_of() -> Callable[[Any], object]:

@@ -405,7 +405,7 @@ class ReplicatedGradients(BeforeSteps):
             )
         state = self._follow(unit)
         kept, self._kept = self._kept, None
-        if kept is not None:
+        if kept is not None and unit.has_gradients:  # else zero_grad has dropped the earlier backward passes
             if kept.shape != gradients.shape:
                 raise ValueError(
                     f"{unit.label} has gradients of {gradients.shape[0]} elements, but had {kept.shape[0]} in earlier "

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qcomp.private_names.torch import COMPILED, averages_over_replicas, fsdp_state_of
+from qcomp.private_names.torch import COMPILED, averages_over_replicas, fsdp_state_of, has_gradients
 from qcomp.torch.parameters import require_values
 
 _state_of = fsdp_state_of()
@@ -67,6 +67,11 @@ class Unit:
     def is_averaged_now(self) -> bool:
         """Whether replicas average gradients now, see ``set_requires_all_reduce`` of FSDP2."""
         return averages_over_replicas(_state_of(self.module))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient, perhaps of zeros, from earlier backward passes."""
+        return has_gradients(_state_of(self.module))
 
     def _size_of(self, kind: type) -> int:
         p = self.params[0]

@@ -149,7 +149,8 @@ class OuterLoop:
         handshake(self._comm, self._inner.facts, like=self._trained.values()[0])
         self._loop = loop
         self.weight: float | None = None
-        """How much this rank counts in the mean of the next outer gradients, see `qcomp.OuterLoop.step`."""
+        """How much this rank counts in the mean of the next outer gradients, see `qcomp.OuterLoop.step`; not read in
+        the warm-up."""
         overlaps = loop.delay and hasattr(self._comm, "start")
         self._running = Overlapped(loop, self._comm) if overlaps else None
         if init_sync:

@@ -108,6 +108,11 @@ def test_a_rank_of_weight_0_may_have_no_finite_values():
         ((1, -1), "weight of rank 1 is not a finite number >= 0"),
         ((math.nan, math.inf), "weight of ranks 0 and 1 is not a finite number >= 0"),
         (("7", 1), "weight of rank 0 is not a finite number >= 0"),
+        ((1, 10**400), "weight of rank 1 is not a finite number >= 0"),
+        (
+            (1, np.ones(())),
+            r"rank 1 is not a finite number >= 0(: here it is array\(1\.\), an array: .* float\(\))?$",
+        ),
         ((0, 0.0), "weight is 0 on all ranks; expected a weight > 0 on at least one"),
     ],
 )
@@ -130,6 +135,25 @@ def test_a_weight_on_some_ranks_alone_is_refused():
             opt.step(params, params * comm.rank, state, comm, weight=2 if comm.rank else None)
 
     run_local(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("grads", "error"),
+    [([None], r"grads\[0\] is None"), ([np.ones(4, np.int64)], r"grads\[0\].* has dtype int64")],
+)
+def test_a_weighted_step_reads_gradients_as_a_step_does(grads, error):
+    opt = qcomp.SGD(learning_rate=1.0)
+
+    def rank_main(comm):
+        params = [np.ones(4, np.float32)]
+        state = opt.init(params, comm)
+        with pytest.raises((TypeError, ValueError), match=error):
+            opt.step(params, grads, state, comm, weight=1)
+        given = (iter([np.full(4, x, np.float32)]) for x in (1, comm.rank))
+        (moved,), _ = opt.step(*given, state, comm, weight=1)
+        return moved.tolist()
+
+    assert run_local(2, rank_main) == [[0.5] * 4] * 2
 
 
 def steps_of(opt, how):
@@ -186,6 +210,21 @@ def test_outer_gradients_are_weighted(delay):
         return loop.shared(params, state)
 
     assert run_local(2, rank_main)[0] == pytest.approx(np.full(4, -2 * (3 * 1 + 1 * 2) / 4))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_outer_gradients_of_weight_0_may_be_not_finite(delay):
+    loop = qcomp.OuterLoop(every=2, delay=delay)
+
+    def rank_main(comm):
+        params = np.zeros(4, np.float32)
+        state = loop.init(params, comm)
+        for _ in range(2 + delay):
+            params = np.full_like(params, math.nan) if comm.rank else params - 1
+            params, state = loop.step(params, state, comm, weight=1 - comm.rank)
+        return loop.shared(params, state).tolist()
+
+    assert run_local(2, rank_main) == [[-2] * 4] * 2
 
 
 def test_a_result_is_outside_of_automatic_differentiation():

@@ -199,6 +199,42 @@ attempt(lambda model, optimizer: Join([optimizer, model]))
         assert all("use torch.distributed.algorithms.Join([model, optimizer])" in line for line in lines)
 
 
+def test_an_optimizer_of_torch_that_cannot_join_says_what_can(said):
+    body = """
+import qcomp.torch
+model = wrapped()
+optimizer = qcomp.torch.CompressedSGD(model.parameters(), lr=0.1, model=model, exact=None)
+try:
+    with model.join():
+        loss(model, 0).backward()
+except RuntimeError as error:
+    say(error)
+"""
+    for (line,) in said(2, body):
+        assert "use a hook, qcomp.integrations.ddp.hook, or an OverlappedOptimizer" in line
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_mean_over_only_the_ranks_with_inputs_is_refused(said, overlapped):
+    """A hook cannot know their number, so its means would be too small by the share of the ranks without inputs."""
+    body = f"""
+model = wrapped()
+joined = [model]
+if {overlapped}:
+    joined.append(ddp.OverlappedOptimizer(model, qcomp.CompressedSGD(learning_rate=1.0, exact=None)))
+else:
+    model.register_comm_hook(*ddp.hook(qcomp.QSGD(levels=7), model, exact=None))
+try:
+    with Join(joined, divide_by_initial_world_size=False):
+        for step in range(1 + me):
+            loss(model, step).backward()
+except RuntimeError as error:
+    say(error)
+"""
+    for (line,) in said(2, f"from torch.distributed.algorithms.join import Join\n{body}"):
+        assert line.startswith("divide_by_initial_world_size is False, but means are over all ranks")
+
+
 def test_unused_parameters_are_named_if_ddp_does_not_look_for_them(said):
     body = f"""
 {MODEL}

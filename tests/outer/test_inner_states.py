@@ -1,7 +1,6 @@
 """The averages of inner states: exact means, periods, and what is refused; all ranks of a world are in one thread."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,6 +192,7 @@ def test_weights_count():
             assert np.abs(x - (3 * a + b) / 4).max() <= 4 * 2.0**-24 * np.maximum(np.abs(a), np.abs(b)).max()
         assert all((v >= 0).all() for v in job.held[rank]["v"])
     job = States(BOTH).at(6)
+    job.held[0] = {kind: [np.full_like(x, np.nan) for x in xs] for kind, xs in job.held[0].items()}
     job.average(weights=[0, 2])
     for kind in ("m", "v"):
         assert job.bits(0, kind) == job.bits(1, kind) == [x.tobytes() for x in own_states(1)[kind]]
@@ -372,7 +372,7 @@ MEAN, TURNS = CompressedMean.stages, InnerStates._turns
             test_each_kind_has_its_period_after_the_warm_up_and_others_stay,
         ),
         ((InnerStates, "_turns"), averages_all_fragments, test_a_fragment_has_its_turn_in_each_period),
-        ((module, "primitives"), SimpleNamespace(scale=lambda x, _: x), test_weights_count),
+        ((module, "product"), lambda x, _: x, test_weights_count),
     ],
 )
 def test_broken_averages_are_caught(monkeypatch, place, broken, test):

@@ -39,6 +39,7 @@ OF_FSDP = [
 STORED = [
     "torch.distributed.algorithms:Joinable._join_config",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.all_reduce_grads",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
     "torch.nn.parallel:DistributedDataParallel._comm_hooks",
     "torch.nn.parallel:DistributedDataParallel.parameters_to_ignore",
     "torch.optim:Optimizer._optimizer_load_state_dict_post_hooks",
@@ -50,6 +51,7 @@ STORED = [
 ]
 """Attributes that objects have from their ``__init__`` on."""
 USED = {
+    "_divide_by_initial_world_size",
     "_getvalue",
     "_orig_mod",
     "_step_supports_amp_scaling",
@@ -60,6 +62,7 @@ USED = {
     "hooked",
     "is_first_joinable",
     "options",
+    "sharded_param",
 }
 """Names whose use is tested below, or by the tests of `Join`, of outer loops and of timeouts."""
 LISTED = USED | {part for name in ATTRIBUTES + OF_FSDP + STORED for part in re.split("[.:]", name)[1:]}
@@ -227,9 +230,11 @@ MISSING = [
     ("torch.autograd.variable.Variable", "_execution_engine", of_torch.call_at_end),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", of_torch.fsdp_state_of),
     ("builtins.object", "_fsdp_param_group", lambda: of_torch.averages_over_replicas(object())),
+    ("builtins.object", "_fsdp_param_group", lambda: of_torch.has_gradients(object())),
     ("builtins.object", "_version", lambda: of_torch.writes_to(object())),  # type: ignore[arg-type]
     ("builtins.object", "parameters_to_ignore", lambda: of_torch.ignored_by(object())),
     ("builtins.object", "_join_config", lambda: of_torch.is_joined_without(object(), object())),
+    ("builtins.object", "_join_config", lambda: of_torch.counts_ranks_with_inputs(object())),
     (
         "builtins.object",
         "_optimizer_load_state_dict_pre_hooks",

@@ -537,6 +537,11 @@ for model in (fresh, kept):
     backward(model, 1)
 close(gradients(kept), gradients(fresh), rtol=0, atol=0)
 keep()
+kept.zero_grad()  # drops the microbatch
+kept.set_requires_all_reduce(True)
+backward(kept, 1)
+close(gradients(kept), gradients(fresh), rtol=0, atol=0)
+keep()
 kept[1].up.weight.requires_grad_(False)
 text = refusal(lambda: backward(kept, 1))
 assert text.startswith("ValueError: the module '1' has gradients of "), text

@@ -2,6 +2,7 @@
 
 import math
 import struct
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -71,27 +72,30 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
     tensors = detached(as_list(values))
     owner = Owner("weights", 0, (), 0, "the exchange", _ADVICE)
     factor = drive(owned(weight_stages(weight, comm.size, tensors[0]), owner), comm)
-    results = [
-        primitives.scale(to_compute_dtype(x), factor)
-        if factor
-        else array_namespace(x).zeros_like(to_compute_dtype(x))
-        for x in tensors
-    ]
+    results = [product(to_compute_dtype(x), factor) for x in tensors]
     return results if isinstance(values, list | tuple) else results[0]
 
 
 def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
     """Return N w / (w_1 + ... + w_N) for this rank's weight w, as a generator of pure stages; see `weighted`."""
     given: Any = weight
-    fits = isinstance(given, Real) and 0 <= float(given) < math.inf
+    # A Python int may be larger than any float.
+    fits = isinstance(given, Real) and 0 <= given <= sys.float_info.max
     own = float(given) if fits else math.nan
     arrived = yield AllGather(from_host_bytes(struct.pack("<d", own), like), (8,) * size)
     weights = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
     bad = [rank for rank, each in enumerate(weights) if math.isnan(each)]
     if bad:
         here = "" if fits else f": here it is {given!r}"
+        if hasattr(given, "shape") and not isinstance(given, Real):
+            here += ", an array: convert it to a number with float()"
         raise ValueError(f"weight of {name_ranks(bad)} is not a finite number >= 0{here}")
     return factor_of(own, weights)
+
+
+def product(x: Array, factor: float) -> Array:
+    """Return an array times the factor of its rank's weight: zeros for a factor of 0, even if x is not finite."""
+    return primitives.scale(x, factor) if factor else array_namespace(x).zeros_like(x)
 
 
 def factor_of(own: float, weights: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -250,7 +250,9 @@ class Optimizer(Replica[OptimizerState]):
         if weight is not None:
             from qcomp.core.mean.weights import weighted  # noqa: PLC0415 - few scripts weigh
 
-            grads = weighted(grads, weight, comm)
+            params = list(params) if isinstance(params, Iterator) else params
+            gradients = as_gradients(grads, as_tensors(params, "params"), state.names)
+            grads = weighted(gradients, weight, comm)
         return drive(self.stages(params, grads, state, donate=donate), comm)
 
     def stages(

@@ -7,7 +7,7 @@ from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import NonFiniteError
 from qcomp.core.mean.tensorwise import TensorwiseMean
-from qcomp.core.mean.weights import factor_of
+from qcomp.core.mean.weights import factor_of, product
 from qcomp.core.numeric.arrays import Array, array_namespace
 from qcomp.core.numeric.random import Key
 from qcomp.core.outer.asynchronous_state import AsynchronousState
@@ -97,7 +97,7 @@ def _weighted_mean(
     total, senders = xp.zeros_like(like), xp.zeros_like(like)
     for payload, factor in zip(payloads, factors, strict=True):
         value = primitives.decode(compressor, payload, like)
-        total = total + (primitives.scale(value, factor) if factor else xp.zeros_like(value))
+        total = total + product(value, factor)
         senders = senders + xp.astype(value != 0, value.dtype)
     if counts_senders and compressor.traits.kept is not None:
         return primitives.finish_senders(total, senders)

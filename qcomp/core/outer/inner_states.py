@@ -7,14 +7,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-from qcomp.core import primitives
 from qcomp.core.compressor import Compressor, require_compressor
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.errors import MismatchError, NonFiniteError
 from qcomp.core.handshake import agree_stages, gather_texts, handshake_stages
 from qcomp.core.mean.compressed_mean import CompressedMean, MeanState
 from qcomp.core.mean.stages import Stages, Transport, drive, owned, require_rank
-from qcomp.core.mean.weights import weight_stages
+from qcomp.core.mean.weights import product, weight_stages
 from qcomp.core.numeric.arrays import Array, array_namespace, compute_dtype_name, dtype_name, to_compute_dtype
 from qcomp.core.optimizers.nonfinite import name_gradients
 from qcomp.core.optimizers.replica import owner_of
@@ -222,7 +221,7 @@ class InnerStates:
             return new
         values = [to_compute_dtype(new[kind][number]) for kind, number in chosen]
         if factor != 1:
-            values = [primitives.scale(x, factor) for x in values]
+            values = [product(x, factor) for x in values]
         names = [f"{kind} of {state.names[number]}" for kind, number in chosen]
         topology = loop.compression.mean_of(state).topology
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes, topology=topology)

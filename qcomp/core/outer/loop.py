@@ -192,7 +192,8 @@ class OuterLoop(OuterSettings):
         weight : float, optional
             How much this rank's outer gradients count in the mean, if a fragment is sent in this step: for instance the
             number of tokens since the fragment was last sent; see `weighted`. In such a step either all ranks pass a
-            weight, or no rank does; then all ranks count alike.
+            weight, or no rank does; then all ranks count alike. The warm-up, in which `average` averages, reads no
+            weight: pass it gradients that `weighted` has multiplied.
 
         Returns
         -------
@@ -452,6 +453,8 @@ class OuterLoop(OuterSettings):
         factor : float
             Multiplies the outer gradients.
         """
+        from qcomp.core.mean.weights import product  # noqa: PLC0415 - few scripts weigh
+
         anchor = state.arrays[ANCHOR]
         sent = list(state.arrays.get(SENT) or map(nothing_like, anchor))
         for i in self.members(state, fragment):
@@ -459,7 +462,7 @@ class OuterLoop(OuterSettings):
             xp = array_namespace(anchor[i])
             start = to_compute_dtype(xp.astype(anchor[i], tensors[i].dtype, copy=False))
             moved = primitives.descend(start, to_compute_dtype(tensors[i]), 1.0, 0.0)
-            sent[i] = moved if factor == 1 else primitives.scale(moved, factor)
+            sent[i] = moved if factor == 1 else product(moved, factor)
         stage = stage_of({**under_way(state.stage), fragment: state.step})
         return state._replace(stage=stage, arrays={**state.arrays, SENT: tuple(sent)})
 

@@ -33,7 +33,7 @@ from qcomp.integrations.ddp.before_steps import NOT_FOR_THIS_MODEL
 from qcomp.integrations.ddp.exchange_thread import ExchangeThread, ThreadJob
 from qcomp.integrations.ddp.parameters import AveragedParameters, inside
 from qcomp.integrations.ddp.stream import SideStream
-from qcomp.private_names.torch import call_at_end
+from qcomp.private_names.torch import call_at_end, counts_ranks_with_inputs
 
 PART_BYTES = 8 << 20
 """The smallest part, in bytes of gradients, that is exchanged while the next one is compressed."""
@@ -64,6 +64,7 @@ class BucketedStep:
         leaves_out_unused: bool,
     ) -> None:
         model = inside(model)
+        self._model = model
         self.params = AveragedParameters(model)
         self.optimizer = _separable(optimizer)
         self.comm = over_ranks(model.process_group if comm is None else comm)
@@ -100,6 +101,11 @@ class BucketedStep:
         torch.futures.Future
             Resolves to the bucket's buffer.
         """
+        if counts_ranks_with_inputs(self._model):
+            raise RuntimeError(
+                "divide_by_initial_world_size is False, but means are over all ranks, also over those without inputs: "
+                "leave it out of Join or model.join(), which makes it True"
+            )
         gradients = self.params.gradients_in(bucket)
         if not self.running.expects([number for number, _ in gradients]):
             raise RuntimeError(

@@ -228,9 +228,12 @@ class OverlappedOptimizer(SavesState, Joinable):
     def exchange(self, bucket: Any) -> Any:
         """Start to average a bucket, for `step`. The first bucket of a backward pass also reads changed settings."""
         if is_joined_without(self._model, self):
+            use = "torch.distributed.algorithms.Join([model, optimizer]), with the model first"
+            if self._live is not None:  # torch's Join cannot make steps of an optimizer of torch
+                use = "a hook, qcomp.integrations.ddp.hook, or an OverlappedOptimizer, which Join can take"
             raise RuntimeError(
                 "a rank without inputs must take part in the steps of the others, so model.join() is not enough: use "
-                "torch.distributed.algorithms.Join([model, optimizer]), with the model first"
+                + use
             )
         if self._live is not None and self._step.is_idle:
             optimizer, self._told = self._live()
