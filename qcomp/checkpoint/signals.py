@@ -1,7 +1,9 @@
 """`on_signal`: tells all ranks, at the same step, that a signal asks the job to end, so that they can save."""
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +15,8 @@ from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 
 _LIKE = np.empty(0, dtype=np.uint8)
 _ADVICE = "call it on all ranks after the same steps"
+_ANNOUNCED = 5.0
+"""Seconds in which another signal repeats the first: one from the scheduler, and one that a launcher passes on."""
 
 
 class on_signal:  # noqa: N801 - it reads as a function
@@ -28,7 +32,9 @@ class on_signal:  # noqa: N801 - it reads as a function
         The ranks. Each exchange sends one byte to every other rank.
     signals : iterable of signal.Signals, default (SIGTERM,)
         The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first signal of
-        each kind is only noted. The next one has the effect that this signal had before.
+        each kind is only noted. So are others of its kind within 5 seconds, because a scheduler may signal every
+        process, and a launcher then pass the signal on. A later one has the effect that it had before. In a forked
+        child, SIGTERM has that effect at once, and the other signals have none.
     every : int, default 1
         The number of calls from one exchange to the next; calls in between return False at once. It must be the same on
         all ranks.
@@ -59,6 +65,9 @@ class on_signal:  # noqa: N801 - it reads as a function
     ) -> None:
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {every!r}; expected an integer of at least 1")
+        numbers = list(dict.fromkeys(signals)) if isinstance(signals, Iterable) else [None]
+        if not all(isinstance(number, int) for number in numbers):
+            raise TypeError(f"signals is {signals!r}; expected several signals, such as (signal.SIGTERM,)")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 f"on_signal was called in thread {threading.current_thread().name!r}; expected the main thread, since "
@@ -68,10 +77,11 @@ class on_signal:  # noqa: N801 - it reads as a function
         self._comm = comm
         self._every = every
         self._calls = 0
-        self._received = False
+        self._first: dict[int, float] = {}
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
         try:
-            for number in signals:
+            for number in numbers:
                 # None stands for a handler that was not installed from Python, and cannot be installed again.
                 self._before[number] = signal.signal(number, self._note) or signal.SIG_DFL
         except (OSError, TypeError, ValueError):  # not a signal, or one that cannot be handled
@@ -87,12 +97,18 @@ class on_signal:  # noqa: N801 - it reads as a function
         return drive(owned(self._stages(), owner), self._comm)
 
     def _stages(self) -> Stages[bool]:
-        arrived = yield AllGather(from_host_bytes(bytes([self._received]), _LIKE), (1,) * self._comm.size)
+        arrived = yield AllGather(from_host_bytes(bytes([bool(self._first)]), _LIKE), (1,) * self._comm.size)
         return any(host_bytes(part) != b"\0" for part in arrived)
 
     def _note(self, number: int, _: object) -> None:
-        self._received = True
-        signal.signal(number, self._before[number])
+        inherited = os.getpid() != self._process
+        if inherited and number != signal.SIGTERM:
+            return  # sent to all processes of the job: the rank decides when its children end
+        now = time.monotonic()
+        repeats = now - self._first.setdefault(number, now) <= _ANNOUNCED
+        if inherited or not repeats:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
 
     def close(self) -> None:
         """Give all signals the effect that they had before."""
@@ -103,5 +119,10 @@ class on_signal:  # noqa: N801 - it reads as a function
     def __enter__(self) -> "on_signal":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close()
+        if self._first and isinstance(error, Exception):
+            error.add_note(
+                "on_signal had noted a signal before. If it also ended workers of a data loader, let these leave the "
+                "process group of their rank: pass worker_init_fn, as the page about checkpoints shows"
+            )

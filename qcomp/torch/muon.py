@@ -48,13 +48,13 @@ class Muon(AveragingOptimizer):
     others : sequence of str, callable or bool, default ()
         The matrices that AdamW moves: patterns of names, or a policy, see `qcomp.Muon`; or True for all, or False for
         none. Each group may have its own, fixed from the first step on. AdamW always moves vectors and depthwise
-        kernels.
+        kernels, which have one input channel; an ordinary convolution of one channel needs ``splits={name: 1}``.
     stacks : sequence of str, default ()
         Patterns of the names of tensors whose slices along the first axis are matrices of their own, such as experts.
     splits : mapping of str to int or sequence of int, default {}
         Patterns of the names of tensors that hold several matrices along the axis of the outputs, such as queries, keys
         and values, each with the number of equal parts, or the rows of each part: ``{"*qkv*": 3}``. 1 says that a
-        tensor is one matrix.
+        tensor is one matrix, whatever its shape and name suggest.
     output_axis : {0, -1}, default 0
         The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional

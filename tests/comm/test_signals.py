@@ -1,7 +1,10 @@
 """A signal that one rank receives ends the loops of all ranks at the same step."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -70,20 +73,91 @@ def test_a_signal_within_an_exchange_counts_for_the_next(alone):
         assert [ends(), ends()] == [False, True]
 
 
-def test_a_second_signal_has_its_effect_from_before(alone):
-    heard = []
+def test_a_signal_that_comes_again_counts_once_and_a_later_one_has_its_effect_from_before(alone, monkeypatch):
+    """Slurm may signal all processes of a step, and torchrun then passes the signal on to the same ranks."""
+    heard, now = [], [100.0]
+    monkeypatch.setattr("qcomp.checkpoint.signals.time.monotonic", lambda: now[0])
     signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     with on_signal(alone, [signal.SIGUSR1]) as ends:
         send()
+        now[0] += 5
+        send()
         assert not heard
         assert ends()
+        now[0] += 0.1
         send()
         assert heard == [1]
         assert ends()
 
 
+def test_a_forked_child_ends_by_sigterm_and_leaves_other_signals_to_its_rank(alone):
+    begun = multiprocessing.get_context("fork").Event()
+
+    def child():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        begun.set()
+        threading.Event().wait(20)
+
+    with on_signal(alone, [signal.SIGTERM, signal.SIGUSR1]) as ends:
+        process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+        process.start()
+        assert begun.wait(10)
+        process.terminate()
+        process.join(10)
+        assert process.exitcode == -signal.SIGTERM
+        assert not ends()
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_an_error_after_a_signal_names_the_likely_cause(alone, is_sent):
+    def training():
+        with on_signal(alone, [signal.SIGUSR1]):
+            if is_sent:
+                send()
+            raise OSError("worker died")
+
+    with pytest.raises(OSError, match="worker died") as error:
+        training()
+    assert is_sent == ("pass worker_init_fn" in "".join(getattr(error.value, "__notes__", ())))
+
+
+WITH_WORKERS = """
+import os, signal
+import torch
+import qcomp
+
+
+def leave_group(worker):
+    os.setpgid(0, 0)
+
+
+with qcomp.checkpoint.on_signal(qcomp.comm.LocalCommunicator.alone()) as ends:
+    loader = torch.utils.data.DataLoader(range(100), num_workers=2, worker_init_fn=leave_group)
+    for step, _ in enumerate(loader):
+        if step == 3:
+            os.killpg(0, signal.SIGTERM)
+        if step == 50:
+            assert ends()
+print("ended after", step)
+"""
+
+
+def test_workers_that_leave_the_group_of_their_rank_outlive_a_signal_to_it():
+    """torchrun and mpirun signal the whole group. A worker in it would die, and its rank with it."""
+    pytest.importorskip("torch")
+    job = subprocess.run(
+        [sys.executable, "-c", WITH_WORKERS],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert job.stdout == "ended after 99\n", job.stderr
+
+
 def test_afterwards_signals_have_their_effect_from_before(alone):
-    with on_signal(alone, [signal.SIGUSR1]), on_signal(alone, [signal.SIGUSR1]) as inner:
+    with on_signal(alone, [signal.SIGUSR1]), on_signal(alone, [signal.SIGUSR1] * 2) as inner:
         send()
         assert inner()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
@@ -95,6 +169,9 @@ def test_afterwards_signals_have_their_effect_from_before(alone):
 def test_wrong_calls_are_refused(alone):
     with pytest.raises(ValueError, match="every is 0; expected an integer of at least 1"):
         on_signal(alone, every=0)
+    for wrong in (signal.SIGUSR1, "SIGUSR1", ["SIGUSR1"]):
+        with pytest.raises(TypeError, match=r"signals is .*SIGUSR1.*; expected several signals, such as"):
+            on_signal(alone, wrong)
     told = []
 
     def elsewhere():

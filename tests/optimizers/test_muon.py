@@ -629,7 +629,7 @@ class TestParts:
     def test_vectors_are_moved_by_adamw_whatever_their_number_of_axes(self):
         def moved(shape, axis=0, **settings):
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Muon orthogonalises nothing")
+                warnings.filterwarnings("ignore", "Muon orthogonalises nothing|AdamW moves")
                 opt = qcomp.Muon(learning_rate=0.1, output_axis=axis, **settings)
                 return opt.init(
                     [np.ones((8, 8)), np.ones(shape)], LocalCommunicator.alone(), ["m", "x"]
@@ -722,6 +722,37 @@ class TestDoubts:
         )
         assert not self.told(name, (24, 8), splits={"*": 3})
         assert not self.told(name, (24, 8), splits={"*": 1})
+
+    def test_queries_keys_and_values_along_the_other_axis(self):
+        """Conv1D of transformers stores (inputs, outputs): parts of the first axis would mix all three."""
+        for axis, shape in [(0, (36, 108)), (-1, (108, 36))]:
+            for parts in (3, 12):  # 12: those of four heads
+                (text,) = self.told("c_attn", shape, output_axis=axis, splits={"c_attn": parts})
+                assert f"output_axis is {axis}, so splits cuts the shorter axis of 'c_attn'" in text
+                assert f"pass output_axis={-1 - axis}" in text
+                assert not self.told("c_attn", shape, output_axis=-1 - axis, splits={"c_attn": parts})
+        assert not self.told("kv", (16, 32), splits={"kv": 2})
+
+    def convolutions(self, *inputs, **settings):
+        """Return the warnings about kernels with these numbers of input channels, and what AdamW moves."""
+        opt = qcomp.Muon(learning_rate=0.1, **settings)
+        shapes = [(32, number, 3, 3) for number in inputs] + [(64, 32)]
+        names = [*map(str, range(len(inputs))), "linear"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            params = [np.ones(s, np.float32) for s in shapes]
+            state = opt.init(params, LocalCommunicator.alone(), names)
+        return [str(one.message) for one in caught], state.exact
+
+    def test_a_first_convolution_of_one_channel_is_not_left_to_adamw_in_silence(self):
+        for inputs in [(1,), (1, 32), (1, 1, 32)]:
+            (text,), exact = self.convolutions(*inputs)
+            assert "AdamW moves '0' of shape (32, 1, 3, 3), which may be a depthwise convolution" in text
+            assert exact[0]
+        for inputs in [(3, 1, 32), (1, 1, 1)]:
+            assert not self.convolutions(*inputs)[0]
+        assert self.convolutions(1, 1, 32, splits={"0": 1}) == ([], (False, True, False, False))
+        assert self.convolutions(1, 32, others=("0",)) == ([], (True, False, False))
 
     def test_names_that_only_look_alike(self):
         for name in ["attn.q_proj.weight", "main_proj.weight", "rwkv.key.weight", "w1", "conv12.weight"]:

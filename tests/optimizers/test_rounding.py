@@ -208,7 +208,7 @@ def test_a_saved_state_goes_on_with_the_same_draws_also_on_other_ranks():
     for size in (2, 3):
         assert qcomp.comm.run_local(size, resumed, timeout=60) == [expected] * size
     alone = qcomp.comm.LocalCommunicator.alone()
-    with pytest.warns(UserWarning, match="rounding='stochastic'"):
+    with pytest.warns(UserWarning, match=r"rounding='stochastic' \(now 'nearest'\)"):
         nearest = replace(opt, rounding="nearest").load_state_dict([saved], params, alone)
     assert replace(opt, rounding="nearest").state_dict(nearest).keys() == saved.keys()
 

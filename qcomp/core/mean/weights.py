@@ -80,7 +80,7 @@ def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
     """Return N w / (w_1 + ... + w_N) for this rank's weight w, as a generator of pure stages; see `weighted`."""
     given: Any = weight
     # A Python int may be larger than any float.
-    fits = isinstance(given, Real) and 0 <= given <= sys.float_info.max
+    fits = isinstance(given, Real) and 0.0 <= weight <= sys.float_info.max
     own = float(given) if fits else math.nan
     arrived = yield AllGather(from_host_bytes(struct.pack("<d", own), like), (8,) * size)
     weights = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]

@@ -42,7 +42,7 @@ _SAMPLE = 4096
 """How many elements of each gradient are compared: gradients of different data differ in most elements."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
-_UNTOLD = {"rounding": "nearest"}
+UNTOLD = {"rounding": "nearest"}
 """Settings that older releases lack, each with the value that describes them; only other values are recorded."""
 _EXACT_STAGES = {"warmup", "rewarm"}
 """The stages with exact steps. When such a stage begins or ends, the ranks compare their states."""
@@ -57,7 +57,7 @@ def settings_of(replica: Any) -> dict[str, str]:
         elif is_dataclass(value) and hasattr(value, "learning_rate"):  # an optimizer inside another
             of_inner = settings_of(value)
             settings |= {name: type(value).__name__, **{f"{name}.{key}": of_inner[key] for key in of_inner}}
-        elif name not in _UNTOLD or value != _UNTOLD[name]:
+        elif name not in UNTOLD or value != UNTOLD[name]:
             settings[name] = _describe(value)
     return settings
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from qcomp.core.checkpoint.format import MAKER, replaced
 from qcomp.core.checkpoint.schema import Text, from_json, read, shown
-from qcomp.core.optimizers.agreement import settings_of
+from qcomp.core.optimizers.agreement import UNTOLD, settings_of
 from qcomp.core.reporting import warn_caller
 
 _COMPRESSORS = ("compressor", "compressors", "update_compressor")
 _NOT_COMPARED = ("tensorwise", "topology", "link", "shards")  # the keys of a state show where residuals lie
+_TEXTS = {name: repr(value) for name, value in UNTOLD.items()}
 _GROUPS = "groups"
 """The setting that states from `without_groups` do not name."""
 
@@ -44,6 +45,7 @@ def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
                 "load it with the setting it was saved with, or pass strict=False to continue with the new one"
             )
     if differing:
+        before, after = ({**_TEXTS, **settings} for settings in (before, after))
         changes = ", ".join(f"{name}={before.get(name)} (now {after.get(name)})" for name in differing)
         warn_caller(
             f"the state was saved by {then['optimizer']} with {changes}; pass strict=False if this is intended"

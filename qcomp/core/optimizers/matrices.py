@@ -39,6 +39,8 @@ class Form(NamedTuple):
     """Whether each slice along the first axis is a matrix of its own."""
     parts: Parts = 1
     """The parts of each matrix along its outputs."""
+    told: bool = False
+    """Whether users have said so, whatever the tensor's shape and name suggest."""
 
     def slice_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a slice, or of the tensor if it is no stack."""
@@ -60,13 +62,25 @@ class Form(NamedTuple):
 
     def suits(self, shape: tuple[int, ...]) -> bool:
         """Return whether Muon suits a tensor; it does not suit vectors, stacks of vectors and depthwise kernels."""
-        of_slice = self.slice_of(shape)
-        if len(of_slice) < 2 or 0 in shape:
+        return self.may_suit(shape) and (self.told or not self.looks_depthwise(shape))
+
+    def may_suit(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor holds matrices or depthwise kernels."""
+        if len(self.slice_of(shape)) < 2 or 0 in shape:
             return False
         _, rows, columns = self.sides(shape)
-        inputs, kernel = of_slice[1 if self.output_axis == 0 else -2], self.kernel(shape)
-        is_depthwise = inputs == 1 and max(kernel, default=math.inf) <= _KERNEL
-        return min(rows, columns) > 1 and not is_depthwise
+        return min(rows, columns) > 1
+
+    def looks_depthwise(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor may be the kernels of a depthwise convolution, or of any with one input channel."""
+        inputs = self.slice_of(shape)[1 if self.output_axis == 0 else -2]
+        return inputs == 1 and max(self.kernel(shape), default=math.inf) <= _KERNEL
+
+    def cuts_inputs(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the parts seem to be queries, keys and values that lie along the other axis."""
+        _, rows, columns = self.sides(shape)
+        thirds = isinstance(self.parts, int) and self.parts % 3 == 0
+        return thirds and columns == 3 * rows and not self.kernel(shape)
 
 
 def as_splits(splits: Any) -> Splits:
@@ -93,14 +107,12 @@ def forms_of(
     names: tuple[str, ...], output_axis: int, stacks: tuple[str, ...], splits: Splits
 ) -> tuple[Form, ...]:
     """Return the form of each tensor, by its name; the first pattern of ``splits`` that matches counts."""
-    return tuple(
-        Form(
-            output_axis,
-            any(fnmatchcase(name, pattern) for pattern in stacks),
-            next((parts for pattern, parts in splits if fnmatchcase(name, pattern)), 1),
-        )
-        for name in names
-    )
+    forms = []
+    for name in names:
+        parts = next((parts for pattern, parts in splits if fnmatchcase(name, pattern)), None)
+        stacked = any(fnmatchcase(name, pattern) for pattern in stacks)
+        forms.append(Form(output_axis, stacked, 1 if parts is None else parts, parts is not None))
+    return tuple(forms)
 
 
 @lru_cache(4096)
@@ -148,13 +160,10 @@ def require_forms(
             )
 
 
-def warn_of_doubts(
-    matrices: Sequence[Tensor], forms: Sequence[Form], splits: Splits, *, guess_outside: bool
-) -> None:
+def warn_of_doubts(matrices: Sequence[Tensor], forms: Sequence[Form], *, guess_outside: bool) -> None:
     """Warn of tensors whose shapes or names suggest no matrix, or several matrices, unless a setting explains them."""
     pairs = list(zip(matrices, forms, strict=True))
-    explained = {t.name for t in matrices if any(fnmatchcase(t.name, pattern) for pattern, _ in splits)}
-    unexplained = [(t, form) for t, form in pairs if t.name not in explained]
+    unexplained = [(t, form) for t, form in pairs if not form.told]
     axis = forms[0].output_axis if forms else 0
     other = -1 if axis == 0 else 0
     kernels = [
@@ -181,6 +190,13 @@ def warn_of_doubts(
             f"values. Pass their number or their rows in splits, such as splits={{{fused[0].name!r}: 3}}; if it is "
             "one matrix, pass 1"
         )
+    crossed = [t for t, form in pairs if form.cuts_inputs(t.shape)]
+    if crossed:
+        warn_caller(
+            f"output_axis is {axis}, so splits cuts the shorter axis of {_shown(crossed)}, but the other is 3 times as "
+            "long: if queries, keys and values lie side by side there, as in Conv1D of transformers, pass "
+            f"output_axis={other}"
+        )
     outside = [t for t in matrices if _OUTSIDE.search(t.name)]
     if outside and guess_outside:
         names = _first_three([repr(t.name) for t in outside])
@@ -188,6 +204,34 @@ def warn_of_doubts(
             f"Muon orthogonalises {names}, whose names suggest embeddings or heads, but Muon suits matrices between "
             "hidden layers. Name them in others, so that AdamW moves them; if you want Muon for them, pass a function "
             "as others"
+        )
+
+
+def warn_of_first_convolution(
+    tensors: Sequence[Tensor], forms: Sequence[Form], chosen: Sequence[bool]
+) -> None:
+    """Warn if AdamW would move the first convolution only because it looks depthwise, as on grey images.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        All tensors, in the order of the model.
+    forms : sequence of Form
+        The form of each.
+    chosen : sequence of bool
+        Whether ``others`` gives the tensor to AdamW.
+    """
+    every = zip(tensors, forms, chosen, strict=True)
+    kernels = [(t, form, c) for t, form, c in every if form.kernel(t.shape) and form.may_suit(t.shape)]
+    # If all look depthwise, as in Mamba, they are.
+    if not kernels or (len(kernels) > 1 and all(form.looks_depthwise(t.shape) for t, form, _ in kernels)):
+        return
+    first, form, is_chosen = kernels[0]
+    if form.looks_depthwise(first.shape) and not form.told and not is_chosen:
+        warn_caller(
+            f"AdamW moves {_shown([first])}, which may be a depthwise convolution: if it is an ordinary one with one "
+            f"input channel, as for grey images, pass splits={{{first.name!r}: 1}}, and Muon moves it; if AdamW is to "
+            "move it, name it in others"
         )
 
 

@@ -28,6 +28,7 @@ from qcomp.core.optimizers.matrices import (
     forms_of,
     require_forms,
     warn_of_doubts,
+    warn_of_first_convolution,
 )
 from qcomp.core.optimizers.own_counts import own_counts
 from qcomp.core.optimizers.tensors import as_tensors, each_in_blocks, zeros_like
@@ -94,7 +95,8 @@ class Muon(Optimizer):
         The matrices that AdamW moves: patterns of their names, with ``*``, ``?`` and ``[...]`` as in file names, such
         as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
         `Tensor` of the model whether AdamW moves it. AdamW always moves tensors with fewer than two dimensions, or with
-        one row or one column, and the kernels of depthwise convolutions.
+        one row or one column, and the kernels of depthwise convolutions. The latter have one input channel; so has the
+        first convolution of a network for grey images, which Muon moves if ``splits`` names it.
     stacks : sequence of str, default ()
         Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that are
         scanned: each slice along the first axis is a matrix of its own. Each pattern must match a tensor that Muon
@@ -103,9 +105,9 @@ class Muon(Optimizer):
         Patterns of the names of tensors that hold several matrices side by side, such as queries, keys and values. Each
         pattern maps to the number of equal parts along the axis of the outputs, or to the rows of each part. Each part
         is a matrix of its own. The first pattern that matches counts, and each pattern must match a tensor that Muon
-        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings about its shape and name. If a
-        model stores queries, keys and values head by head, give 3 times the number of heads: each part then holds the
-        queries, keys or values of one head.
+        orthogonalises. 1 says that a tensor is one matrix, even if it looks like the kernels of a depthwise
+        convolution, and silences the warnings about its shape and name. If a model stores queries, keys and values head
+        by head, give 3 times the number of heads: each part then holds the queries, keys or values of one head.
     momentum : float, default 0.95
         Decay rate of the momentum of the matrices, from 0 to below 1.
     nesterov : bool, default True
@@ -305,7 +307,7 @@ class Muon(Optimizer):
         by_muon = [not is_exact for is_exact in exact]
         matrices, forms = list(compress(tensors, by_muon)), tuple(compress(forms, by_muon))
         require_forms(matrices, forms, self.stacks, self._splits)
-        warn_of_doubts(matrices, forms, self._splits, guess_outside=not callable(self.others))
+        warn_of_doubts(matrices, forms, guess_outside=not callable(self.others))
         return exact
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:
@@ -399,8 +401,10 @@ class Muon(Optimizer):
             raise TypeError(
                 f"others chose {chosen!r}; expected True or False for each of {len(tensors)} tensors"
             )
+        chosen = tuple(map(bool, chosen))
+        warn_of_first_convolution(tensors, forms, chosen)
         every = zip(chosen, tensors, forms, strict=True)
-        return tuple(bool(c) or not form.suits(t.shape) for c, t, form in every)
+        return tuple(c or not form.suits(t.shape) for c, t, form in every)
 
 
 @dataclass(frozen=True)
