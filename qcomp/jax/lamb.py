@@ -14,22 +14,27 @@ import optax
 
 from qcomp.core import primitives
 from qcomp.core.kernels import use_kernels
-from qcomp.core.mean.averaging import PowerSGD
-from qcomp.core.numeric.arrays import to_compute_dtype
-from qcomp.core.numeric.numbers import factor_of
 from qcomp.core.optimizers.compression import Means
 from qcomp.core.optimizers.lamb import trust_key
 from qcomp.core.optimizers.onebit_lamb import OneBitLamb
-from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 from qcomp.core.variance.arithmetic import bias_corrections, frozen
 from qcomp.core.variance.rules import FreezeAt
 from qcomp.jax.kernels import TracedKernels
-from qcomp.jax.mesh import MeshMean, weighted
+from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import Residuals
-from qcomp.jax.packing import Array
-from qcomp.jax.trees import PyTree, Tree
-from qcomp.jax.vectors import zeros_like
+from qcomp.jax.moves import Array
+from qcomp.jax.transforms import (
+    WHY,
+    Given,
+    mean_of,
+    rate_of,
+    require_params,
+    require_settings,
+    zero_moments,
+)
+from qcomp.jax.trees import PyTree
+from qcomp.jax.vectors import as_pairs, from_pairs, update_of
 
 __all__ = ["OneBitLambState", "onebit_lamb"]
 
@@ -115,36 +120,12 @@ def onebit_lamb(
     >>> int(state.step), bool(abs(params["w"] - 2).max() < 0.3)
     (60, True)
     """
-    if not isinstance(optimizer, OneBitLamb):
-        raise TypeError(f"optimizer is {optimizer!r}; expected a qcomp.OneBitLamb")
-    why = "a compiled program neither raises nor reads values on the host"
-    for name, expected in (
-        ("nonfinite", "skip"),
-        ("watch", None),
-        ("clip_norm", None),
-        ("groups", ()),
-        ("rounding", "nearest"),
-    ):
-        found = getattr(optimizer, name)
-        if found != expected:
-            raise ValueError(f"optimizer has {name}={found!r}; expected {expected!r} on a mesh: {why}")
-    rule, averaging = optimizer.freeze, optimizer.averaging
+    require_settings(optimizer, OneBitLamb, watch=None, rounding="nearest")
+    rule = optimizer.freeze
     if not isinstance(rule, FreezeAt):
-        raise ValueError(f"optimizer has freeze={rule!r}; expected a number of steps on a mesh: {why}")
-    if isinstance(averaging, PowerSGD):
-        raise ValueError(f"optimizer has averaging={averaging!r}; expected a qcomp.Averaging on a mesh")
-    mean = MeshMean(
-        optimizer.compressor,
-        axis_name,
-        averaging.topology,
-        averaging.feedback,
-        optimizer.exact,
-        optimizer.compressors,
-        optimizer.seed,
-        divisor=averaging.divisor,
-    )
-    rate: Any = optimizer.learning_rate if learning_rate is None else learning_rate
-    steps = _LambSteps(mean, optimizer, rule.step, rate if callable(rate) else lambda _: rate)
+        raise ValueError(f"optimizer has freeze={rule!r}; expected a number of steps on a mesh: {WHY}")
+    mean, rate = mean_of(optimizer, axis_name), rate_of(optimizer, learning_rate)
+    steps = _LambSteps(mean, optimizer, rule.step, rate)
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
@@ -163,9 +144,7 @@ class _LambInputs(NamedTuple):
     """A step's inputs."""
 
     optimizer: OneBitLamb
-    updates: Tree
-    gradients: list[Array]
-    params: list[Array]
+    given: Given
     exact: tuple[bool, ...]
     old: _LambTensors
     state: OneBitLambState
@@ -174,7 +153,7 @@ class _LambInputs(NamedTuple):
     def numbers(self) -> dict[str, list[Array]]:
         """The average and the factor of each tensor, float64."""
         pairs = {"average": self.old.average, "factor": self.old.factor}
-        return {kind: list(jnp.sum(pair.astype(jnp.float64), axis=0)) for kind, pair in pairs.items()}
+        return {kind: list(from_pairs(pair)) for kind, pair in pairs.items()}
 
     @property
     def scales(self) -> list[Array]:
@@ -227,11 +206,10 @@ class _LambSteps:
 
     def init(self, params: PyTree) -> OneBitLambState:
         """Return moments and residuals of zero."""
-        taken = Tree.of(params, "params")
-        tensors = as_tensors(list(map(jnp.asarray, taken.leaves)), "params")
-        m, v, fresh = (taken.whole(list(map(zeros_like, tensors))) for _ in range(3))
-        scale = jnp.ones(len(tensors), jnp.result_type(*jax.tree.leaves(m)))
-        average, factor = (jnp.zeros((2, len(tensors)), jnp.float32).at[0].set(first) for first in (0, 1))
+        m, v, fresh = zero_moments(params, 3)
+        count = len(jax.tree.leaves(m))
+        scale = jnp.ones(count, jnp.result_type(*jax.tree.leaves(m)))
+        average, factor = (jnp.zeros((2, count), jnp.float32).at[0].set(first) for first in (0, 1))
         residuals = self.mean.residuals(params)
         # Three arrays instead of one, so that each may be donated.
         step, skipped, frozen_at = jnp.int32(0), jnp.int32(0), jnp.int32(0)
@@ -247,25 +225,15 @@ class _LambSteps:
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, OneBitLambState]:
         """Return the updates of the step, and the state after it."""
-        if params is None:
-            raise ValueError("params is None; expected the parameters: pass them to tx.update")
-        taken = Tree.of(updates, "updates")
-        gradients, tensors = (
-            list(map(jnp.asarray, xs)) for xs in (taken.leaves, taken.like(params, "params"))
-        )
+        require_params(params)
+        given = Given.of(updates, params, state.momentum, weight, self.mean.axis_name)
+        taken = given.tree
         m, v, fresh = (tuple(taken.like(getattr(state, kind), kind)) for kind in _LambTensors._fields[:3])
         old = _LambTensors(m, v, fresh, state.scale, state.average, state.factor)
-        for name, g, p, moment in zip(taken.names, gradients, tensors, old.momentum, strict=True):
-            if not g.shape == p.shape == moment.shape:
-                raise ValueError(
-                    f"updates has at {name!r} the shape {g.shape}, and params {p.shape}; state has {moment.shape}"
-                )
-        if weight is not None:
-            gradients = weighted(gradients, weight, self.mean.axis_name)
         rate = self.rate(state.step)
         optimizer = replace(self.optimizer, learning_rate=lambda _: rate)
         exact = self.mean.keeps_exact(updates)
-        begun = _LambInputs(optimizer, taken, gradients, tensors, exact, old, state)
+        begun = _LambInputs(optimizer, given, exact, old, state)
         with use_kernels(TracedKernels(state.step)):
             steps = partial(self._warm_up, begun), partial(self._compress, begun)
             moved, new, residuals, accepted = jax.lax.cond(state.frozen == 0, *steps)
@@ -283,9 +251,9 @@ class _LambSteps:
 
     def _warm_up(self, begun: _LambInputs) -> _Moved:
         """Make an exact step of LAMB; the last one freezes the variance."""
-        optimizer, taken, state, old = begun.optimizer, begun.updates, begun.state, begun.old
-        betas = [optimizer.betas]
-        wide = taken.whole([to_compute_dtype(g) for g in begun.gradients])
+        optimizer, given, state, old = begun.optimizer, begun.given, begun.state, begun.old
+        taken, betas = given.tree, [optimizer.betas]
+        wide = taken.whole(given.gradients)
         means, residuals, accepted = self.mean.average(wide, state.residuals, state.step, exactly=True)
 
         def step(exact: bool, p: Array, mean: Array, *given: Array) -> Any:
@@ -296,7 +264,7 @@ class _LambSteps:
             (change,) = optimizer.adam.changes([p], averaged, core, corrections=corrections)
             core = core._replace(numbers={**core.numbers, trust_key(_NAME): change.trust})
             (average,) = optimizer.averages(core).values()
-            return _update(change.direction, change.rate), change.momentum, change.variance, average
+            return update_of(change.direction, change.rate), change.momentum, change.variance, average
 
         def frozen_one(exact: bool, m: Array, v: Array) -> Any:
             core = begun.core(exact, momentum=m, variance=v)
@@ -306,10 +274,10 @@ class _LambSteps:
             return variance, jnp.asarray(length)
 
         with jax.enable_x64(True):
-            columns = begun.params, taken.like(means, "means"), old.momentum, old.variance
+            columns = given.params, taken.like(means, "means"), old.momentum, old.variance
             found = begun.each(step, *columns, begun.numbers["average"])
             moved, momentum, variance, averages = map(tuple, zip(*found, strict=True))
-            new = old._replace(momentum=momentum, variance=variance, average=_pairs(averages))
+            new = old._replace(momentum=momentum, variance=variance, average=as_pairs(jnp.stack(averages)))
 
             def freeze() -> _LambTensors:
                 variance, lengths = map(
@@ -326,11 +294,11 @@ class _LambSteps:
 
     def _compress(self, begun: _LambInputs) -> _Moved:
         """Make a step with the compressed mean of the scaled momenta."""
-        optimizer, taken, state, old = begun.optimizer, begun.updates, begun.state, begun.old
-        beta1, _ = optimizer.betas
+        optimizer, given, state, old = begun.optimizer, begun.given, begun.state, begun.old
+        taken, (beta1, _) = given.tree, optimizer.betas
         values, momenta = (
-            [s[0] * to_compute_dtype(x) if s.size else x for x, s in zip(xs, begun.scales, strict=True)]
-            for xs in (begun.gradients, old.momentum)
+            [s[0] * x if s.size else x for x, s in zip(xs, begun.scales, strict=True)]
+            for xs in (given.gradients, old.momentum)
         )
         means, residuals, accepted = self.mean.average(
             taken.whole(values), state.residuals, state.step, momenta=taken.whole(momenta), beta=beta1
@@ -341,30 +309,17 @@ class _LambSteps:
         def step(exact: bool, p: Array, mean: Array, v: Array, *given: Array) -> Any:
             core = begun.core(exact, variance=v, **dict(zip(kinds, given, strict=True)))
             (change,) = optimizer.frozen_changes([p], Means((mean,), core.exchange), core)
-            moved = _update(primitives.direction(p, change.momentum, v, change.step), change.step.rate)
+            moved = update_of(primitives.direction(p, change.momentum, v, change.step), change.step.rate)
             return moved, change.momentum, change.fresh, change.factor
 
         with jax.enable_x64(True):
-            columns = begun.params, taken.like(means, "means"), old.variance, old.momentum, old.fresh
+            columns = given.params, taken.like(means, "means"), old.variance, old.momentum, old.fresh
             found = begun.each(step, *columns, begun.scales, *begun.numbers.values())
             moved, momentum, fresh, factors = map(tuple, zip(*found, strict=True))
-            new = old._replace(momentum=momentum, fresh=fresh, factor=_pairs(factors))
+            new = old._replace(momentum=momentum, fresh=fresh, factor=as_pairs(jnp.stack(factors)))
         return list(moved), new, residuals, accepted
 
 
 def _or_one(scale: Array, dtype: Any) -> Array:
     """Return the scale of a tensor, 1 if it is exact."""
     return scale[0].astype(dtype) if scale.size else jnp.ones((), dtype)
-
-
-def _update(direction: Array, rate: Any) -> Array:
-    """Return ``-rate * direction``, computed as a step from zero."""
-    return primitives.descend(jnp.zeros_like(direction), direction, factor_of(direction, rate), 0.0)
-
-
-def _pairs(numbers: Sequence[Array]) -> Array:
-    """Return float64 numbers as two rows of float32: rounded values and remainders."""
-    wide = jnp.stack(numbers)
-    # XLA drops a conversion to float32 before one to float64, but not this rounding.
-    high = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=23)
-    return jnp.stack([high, wide - high]).astype(jnp.float32)

@@ -27,11 +27,11 @@ from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.state import OptimizerState
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh_state import MeshState, Residuals
-from qcomp.jax.packing import Array
+from qcomp.jax.moves import Array
 from qcomp.jax.spmd import SpmdMean, SpmdPowerSGDMean, drive
 from qcomp.jax.trees import PyTree, Tree
 
-__all__ = ["MeshMean", "as_varying", "weighted", "zero_rows"]
+__all__ = ["MeshMean", "as_varying", "everywhere", "weighted", "zero_rows"]
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class MeshMean:
         # Nothing is sent for arrays without elements, so JAX would take each device's to be its own.
         held = [x if x.size else jnp.zeros(x.shape, x.dtype) for x in held]
         own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
-        accepted = self._everywhere(own)
+        accepted = everywhere(own, self.axis_name)
         if accepted is not own or len(request.parts) > 1:  # else the only part's means are NaN already
             held = [jnp.where(accepted, mean, jnp.asarray(jnp.nan, mean.dtype)) for mean in held]
         new = Residuals(
@@ -370,13 +370,6 @@ class MeshMean:
         state = self._state(taken.names, _tensors(taken), size)
         return state.exact, state.compressors
 
-    def _everywhere(self, accepted: Array) -> Array:
-        """Return whether the devices along all axes have accepted, so that all do the same."""
-        axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != self.axis_name]
-        if _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
-            axes = [axis for axis in axes if _varies(accepted, axis)]  # JAX knows that the others agree
-        return jax.lax.pmin(accepted.astype(jnp.int32), tuple(axes)) > 0 if axes else accepted
-
     def _require_own_values(self, tree: Tree) -> None:
         """Raise ValueError for values that JAX knows to be the same on all devices."""
         if not _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
@@ -418,6 +411,14 @@ def as_varying(x: Array, axis_name: str) -> Array:
     """Return an array that may differ between the devices of an axis, for the types of `jax.shard_map`."""
     is_typed = _varies(jax.lax.axis_index(axis_name), axis_name)
     return jax.lax.pcast(x, axis_name, to="varying") if is_typed and not _varies(x, axis_name) else x
+
+
+def everywhere(accepted: Array, axis_name: str) -> Array:
+    """Return whether the devices along all other axes have accepted too, so that all do the same."""
+    axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != axis_name]
+    if _varies(jax.lax.axis_index(axis_name), axis_name):
+        axes = [axis for axis in axes if _varies(accepted, axis)]  # JAX knows that the others agree
+    return jax.lax.pmin(accepted.astype(jnp.int32), tuple(axes)) > 0 if axes else accepted
 
 
 def _size_of(axis_name: str) -> tuple[int, bool]:

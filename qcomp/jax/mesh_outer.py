@@ -26,7 +26,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh import MeshMean, as_varying, weighted, zero_rows
 from qcomp.jax.mesh_state import Residuals
-from qcomp.jax.packing import Array
+from qcomp.jax.moves import Array
 from qcomp.jax.trees import PyTree, Tree
 
 __all__ = ["MeshOuterLoop", "MeshOuterState"]

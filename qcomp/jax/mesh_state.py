@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from qcomp.core.numeric.arrays import Array
 from qcomp.jax.trees import PyTree
 
-__all__ = ["MeshState", "Residuals", "partition_specs"]
+__all__ = ["Apart", "MeshState", "Residuals", "partition_specs"]
 
 
 class Residuals(NamedTuple):
@@ -24,6 +24,22 @@ class Residuals(NamedTuple):
     server: tuple[Array, ...]
     """The server residual of each device's chunk, of shape (N, elements of the largest chunk); empty without a server.
     With PowerSGD, the right factor of each compressed tensor, of shape (N, elements), the same on all devices."""
+
+
+class Apart(NamedTuple):
+    """What a device has alone between two synchronisations of `qcomp.jax.optax.zero_one_adam`.
+
+    The first axis of every array is the device, as in `Residuals`. In sync the arrays are not used.
+    """
+
+    params: PyTree
+    """The device's own parameters."""
+    momentum: Array
+    """Its momenta as one vector, of shape (N, elements of all parameters)."""
+    pending: Array
+    """Its sums of weighted momenta since the last synchronisation, likewise."""
+    repeated: Array
+    """Steps in which it has repeated its momentum, because a gradient was not finite, int32 of shape (N,)."""
 
 
 class MeshState(NamedTuple):
@@ -54,7 +70,7 @@ _REFUSED_AROUND = {
 
 
 def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
-    """Return the `PartitionSpec` of each array of a state: residuals are cut along an axis, all else is replicated.
+    """Return the `PartitionSpec` of each array of a state: what devices have alone is cut along an axis.
 
     Parameters
     ----------
@@ -91,10 +107,10 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     _require_types(state)
 
     def specs_of(part: PyTree) -> PyTree:
-        spec = PartitionSpec(axis_name) if isinstance(part, Residuals) else PartitionSpec()
+        spec = PartitionSpec(axis_name) if _is_of_devices(part) else PartitionSpec()
         return jax.tree.map(lambda _: spec, part)
 
-    return jax.tree.map(specs_of, state, is_leaf=_is_residuals)
+    return jax.tree.map(specs_of, state, is_leaf=_is_of_devices)
 
 
 def _require_all_averaged(state: PyTree) -> None:
@@ -139,3 +155,7 @@ def _require_types(state: PyTree) -> None:
 
 def _is_residuals(part: PyTree) -> bool:
     return isinstance(part, Residuals)
+
+
+def _is_of_devices(part: PyTree) -> bool:
+    return isinstance(part, Residuals | Apart)

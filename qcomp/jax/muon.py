@@ -16,15 +16,15 @@ from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.numeric.arrays import to_compute_dtype
 from qcomp.core.optimizers.compression import Compressing
 from qcomp.core.optimizers.muon import Muon
-from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.state import OptimizerState
 from qcomp.jax.kernels import TracedKernels
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import Residuals
-from qcomp.jax.packing import Array
+from qcomp.jax.moves import Array
 from qcomp.jax.spmd import SpmdMean, SpmdOwnedMean
+from qcomp.jax.transforms import rate_of, require_params, require_settings, zero_moments
 from qcomp.jax.trees import PyTree, Tree
-from qcomp.jax.vectors import correction, cut_like, joined, zeros_like
+from qcomp.jax.vectors import correction, cut_like, joined
 
 __all__ = ["MuonState", "muon"]
 
@@ -98,19 +98,8 @@ def muon(
     >>> round(float(updates["bias"][0]), 3), updates["kernel"].shape
     (-0.01, (4, 8))
     """
-    if not isinstance(optimizer, Muon):
-        raise TypeError(f"optimizer is {optimizer!r}; expected a qcomp.Muon")
-    why = "a compiled program neither raises nor reads values on the host"
-    for name, expected in (
-        ("nonfinite", "skip"),
-        ("whiten_steps", None),
-        ("clip_norm", None),
-        ("groups", ()),
-    ):
-        found = getattr(optimizer, name)
-        if found != expected:
-            raise ValueError(f"optimizer has {name}={found!r}; expected {expected!r} on a mesh: {why}")
-    rate = optimizer.learning_rate if learning_rate is None else learning_rate
+    require_settings(optimizer, Muon, whiten_steps=None)
+    rate = rate_of(optimizer, learning_rate)
     steps = _Steps(_MuonMean(optimizer.compressor, axis_name, seed=optimizer.seed, muon=optimizer))
     direction = optax.GradientTransformationExtraArgs(steps.init, steps.update)
     return optax.chain(direction, optax.apply_if_finite(optax.scale_by_learning_rate(rate), 2**31 - 1))
@@ -153,16 +142,9 @@ class _Steps:
     def init(self, params: PyTree) -> MuonState:
         """Return moments and residuals of zero."""
         taken = Tree.of(params, "params")
-        tensors = as_tensors(list(map(jnp.asarray, taken.leaves)), "params")
-        exact = self.mean.keeps_exact(params)
-        momentum, variance = (
-            {
-                name: zeros_like(x)
-                for name, x, of_adam in zip(taken.names, tensors, exact, strict=True)
-                if of_adam
-            }
-            for _ in range(2)
-        )
+        exact = dict(zip(taken.names, self.mean.keeps_exact(params), strict=True))
+        of_adam = {name: x for name, x in zip(taken.names, taken.leaves, strict=True) if exact[name]}
+        momentum, variance = zero_moments(of_adam, 2) if of_adam else ({}, {})
         return MuonState(jnp.int32(0), jnp.int32(0), momentum, variance, self.mean.residuals(params))
 
     def update(
@@ -175,11 +157,8 @@ class _Steps:
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, MuonState]:
         """Return the direction of the step, and the state after it."""
-        if params is None and self.muon.weight_decay:
-            raise ValueError(
-                f"params is None beside weight_decay={self.muon.weight_decay}; expected the parameters: pass them to "
-                "tx.update"
-            )
+        if self.muon.weight_decay:
+            require_params(params, f" beside weight_decay={self.muon.weight_decay}")
         taken = Tree.of(updates, "updates")
         wide = [to_compute_dtype(jnp.asarray(g)) for g in taken.leaves]
         means, residuals, accepted = self.mean.average(

@@ -8,8 +8,6 @@ They take the gradients of one device, and are chained, scheduled and saved like
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,13 +22,11 @@ from qcomp.core.compressors.sign import ScaledSign
 from qcomp.core.kernels import AdamNumbers, StepNumbers, use_kernels
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.optimizers.adam import Adam
-from qcomp.core.optimizers.tensors import as_tensors
 from qcomp.core.policies.by_name import CompressorPolicy
 from qcomp.core.policies.exact_below import ExactBelow, ExactPolicy
 from qcomp.core.variance.arithmetic import (
     bias_corrections,
     divided,
-    floored,
     kept_after,
     measured,
     step_on_codes,
@@ -42,20 +38,25 @@ from qcomp.jax.kernels import FromTable, TracedKernels
 from qcomp.jax.lamb import OneBitLambState, onebit_lamb
 from qcomp.jax.mesh import MeshMean
 from qcomp.jax.mesh_state import MeshState, Residuals
+from qcomp.jax.moves import Array
 from qcomp.jax.muon import MuonState, muon
-from qcomp.jax.packing import Array, cut
-from qcomp.jax.trees import PyTree, Tree
-from qcomp.jax.vectors import correction, cut_like, joined, zeros_like
+from qcomp.jax.transforms import Given, selected, zero_moments
+from qcomp.jax.trees import PyTree
+from qcomp.jax.vectors import correction, cut_like, floored_like, joined
+from qcomp.jax.zero_one import ZeroOneAdamState, local_params, zero_one_adam
 
 __all__ = [
     "MuonState",
     "OneBitAdamState",
     "OneBitLambState",
+    "ZeroOneAdamState",
     "compressed",
+    "local_params",
     "muon",
     "onebit_adam",
     "onebit_lamb",
     "scale_by_onebit_adam",
+    "zero_one_adam",
 ]
 
 
@@ -204,13 +205,10 @@ def scale_by_onebit_adam(
 class _Begun(NamedTuple):
     """A step's inputs. All moments are one vector, since each operation on each array takes compile time."""
 
-    updates: Tree
-    moments: list[Array]
-    """The momentum of each array."""
+    given: Given
     momentum: Array
     variance: Array
     state: OneBitAdamState
-    weight: Any
     numbers: StepNumbers
 
 
@@ -226,9 +224,7 @@ class _OneBitAdam:
 
     def init(self, params: PyTree) -> OneBitAdamState:
         """Return moments and residuals of zero."""
-        taken = Tree.of(params, "params")
-        tensors = taken.whole(as_tensors(list(map(jnp.asarray, taken.leaves)), "params"))
-        momentum, variance = (jax.tree.map(zeros_like, tensors) for _ in range(2))
+        momentum, variance = zero_moments(params, 2)
         last = () if self.schedule is None else jnp.int32(0)
         residuals = self.mean.residuals(params)
         return OneBitAdamState(jnp.int32(0), jnp.int32(0), momentum, variance, residuals, jnp.int32(0), last)
@@ -243,18 +239,12 @@ class _OneBitAdam:
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, OneBitAdamState]:
         """Return the direction of the step, and the state after it."""
-        taken = Tree.of(updates, "updates")
-        moments = taken.like(state.momentum, "momentum")
-        for name, g, m in zip(taken.names, taken.leaves, moments, strict=True):
-            if jnp.shape(g) != m.shape:
-                raise ValueError(
-                    f"the array of updates at {name!r} has shape {jnp.shape(g)}; state has {m.shape}"
-                )
+        given = Given.of(updates, None, state.momentum, weight, self.mean.axis_name)
         count = state.step + 1
         # A step from zero with the rate -1 is the direction of the step.
         numbers = StepNumbers(-1.0, correction(self.adam.betas[0], count), self.adam.eps, 0.0)
-        both = joined(moments), joined(taken.like(state.variance, "variance"))
-        begun = _Begun(taken, moments, *both, state, weight, numbers)
+        both = joined(given.momentum), joined(given.tree.like(state.variance, "variance"))
+        begun = _Begun(given, *both, state, numbers)
         steps, which = [self._warm_up, self._compress], jnp.asarray(state.frozen > 0, jnp.int32)
         if self.schedule is not None:
             if isinstance(state.measured, tuple):
@@ -263,7 +253,7 @@ class _OneBitAdam:
                     "measured=state.frozen"
                 )
             steps.append(self._measure)
-            which += which * _traced(self.schedule, count - state.frozen)
+            which += which * selected("variance_steps", self.schedule, count - state.frozen)
         with use_kernels(TracedKernels(state.step)):
             moved = jax.lax.switch(which, [partial(step, begun) for step in steps])
             direction, momentum, variance, residuals, accepted = moved
@@ -303,14 +293,13 @@ class _OneBitAdam:
         """Make a step with the compressed mean of the momentum."""
         state, (b1, _) = begun.state, self.adam.betas
         means, residuals, accepted = self.mean.average(
-            begun.updates.whole(begun.updates.leaves),
+            begun.given.tree.whole(begun.given.gradients),
             state.residuals,
             state.step,
             momenta=state.momentum,
             beta=b1,
-            weight=begun.weight,
         )
-        averaged = joined(begun.updates.like(means, "means"))
+        averaged = joined(begun.given.tree.like(means, "means"))
         ((direction, momentum),) = primitives.frozen_steps(
             [jnp.zeros_like(averaged)], [averaged], [begun.variance], [begun.numbers]
         )
@@ -335,17 +324,15 @@ class _OneBitAdam:
 
     def _exact_mean(self, begun: _Begun) -> tuple[Array, Residuals, Array]:
         """Return the exact mean of the gradients as one vector, the residuals, and whether it was accepted."""
-        taken = begun.updates
-        # Widened before the mean, as in the core: a mean in half precision would lose bits that the moments keep.
-        wide = [jnp.asarray(g, m.dtype) for g, m in zip(taken.leaves, begun.moments, strict=True)]
+        tree, state = begun.given.tree, begun.state
         means, residuals, accepted = self.mean.average(
-            taken.whole(wide), begun.state.residuals, begun.state.step, exactly=True, weight=begun.weight
+            tree.whole(begun.given.gradients), state.residuals, state.step, exactly=True
         )
-        return joined(taken.like(means, "means")), residuals, accepted
+        return joined(tree.like(means, "means")), residuals, accepted
 
     def _floored(self, variance: Array, begun: _Begun) -> Array:
-        exact = self.mean.keeps_exact(begun.updates.whole(begun.updates.leaves))
-        return _floored(variance, begun.moments, exact, self.floor)
+        exact = self.mean.keeps_exact(begun.given.tree.whole(begun.given.gradients))
+        return floored_like(variance, begun.given.momentum, exact, self.floor)
 
 
 def onebit_adam(
@@ -465,29 +452,3 @@ def _kept(beta2: float) -> list[float]:
     while kept[-1] > kept_after(beta2, _ALWAYS):
         kept.append(kept_after(beta2, len(kept)))
     return kept
-
-
-def _traced(schedule: Schedule, step: Array) -> Array:
-    """Return 1 if a schedule selects a traced step, else 0."""
-    try:
-        return jnp.asarray(schedule(step), jnp.int32)
-    except jax.errors.JAXTypeError as error:
-        raise TypeError(
-            f"variance_steps is {schedule!r}, which cannot be traced by jax.jit; expected a schedule that consists of "
-            "arithmetic and comparisons without branches, such as qcomp.DoublingIntervals(4)"
-        ) from error
-
-
-def _floored(variance: Array, like: Sequence[Array], exact: Sequence[bool], floor: float) -> Array:
-    """Return `floored` of joined variances of arrays like these; variances of one size are floored together."""
-    parts = cut(variance, [x.size for x in like])
-    of_size = defaultdict(list)
-    for index, (part, is_exact) in enumerate(zip(parts, exact, strict=True)):
-        if not is_exact and part.size:
-            of_size[part.size].append(index)
-    for size, indexes in of_size.items():
-        rows = jnp.stack([parts[i] for i in indexes])
-        raised: Any = jax.vmap(lambda v: floored([v], [False], floor)[0])(rows)
-        for index, part in zip(indexes, cut(jnp.ravel(raised), [size] * len(indexes)), strict=True):
-            parts[index] = part
-    return jax.lax.concatenate(parts, 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -22,26 +21,16 @@ import numpy as np
 
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
-from qcomp.core.kernels import Blend, Encoded, chosen, use_kernels
+from qcomp.core.kernels import Blend, Encoded, use_kernels
 from qcomp.core.mean.chunks import Segment
 from qcomp.core.mean.codec import Codec, Compressed
 from qcomp.core.mean.framing import Frame, Opened
 from qcomp.core.numeric.random import Key
 from qcomp.core.payload import Payload, PayloadSpec
 from qcomp.jax.kernels import TracedKernels
+from qcomp.jax.moves import Array, Range, Rank, Table, as_one, at, cut, moved, slice_of
 
-__all__ = ["PackedCodec", "cut"]
-
-Array = Any  # as the functions of JAX take it
-Rank = Any
-"""The index of a device, as a traced integer."""
-Table = np.ndarray[Any, Any]
-
-_WINDOWS = 1 << 16, 512, 4, 1
-"""The possible numbers of elements that move at once. Each move uses the largest that fits, so that tables stay
-small."""
-_MOST_INT32 = 2**31 - 1
-
+__all__ = ["PackedCodec"]
 
 _VERDICT_BYTES = 4
 """Bytes of the verdict in every message, including the zeros behind it."""
@@ -94,18 +83,6 @@ class _PartOfTensor(NamedTuple):
     size: int
 
 
-class _Range(NamedTuple):
-    """A move of consecutive elements from one vector to another."""
-
-    source: int
-    target: int
-    length: int
-
-    def back(self) -> _Range:
-        """Return the opposite move."""
-        return _Range(self.target, self.source, self.length)
-
-
 class _Packing:
     """The rows that hold the segments of some frames, numbered in the order of the frames."""
 
@@ -147,7 +124,7 @@ class _Packing:
                 start = of_kind.pop()[1]
             of_kind.append((tensor, start, stop))
         return {
-            kind: _joined([_slice(tensors[t], start, stop) for t, start, stop in of_kind])
+            kind: as_one([slice_of(tensors[t], start, stop) for t, start, stop in of_kind])
             for kind, of_kind in parts.items()
         }
 
@@ -164,7 +141,7 @@ class _Packing:
         parts: dict[int, list[Array]] = defaultdict(list)
         for (tensor, kind, _, size), start in zip(self.parts, starts, strict=True):
             parts[tensor].append(jax.lax.dynamic_slice(rows[kind], (start,), (size,)))
-        return {tensor: _joined(of_tensor) for tensor, of_tensor in parts.items()}
+        return {tensor: as_one(of_tensor) for tensor, of_tensor in parts.items()}
 
     @cached_property
     def parts(self) -> list[_PartOfTensor]:
@@ -188,7 +165,7 @@ class _Packing:
         joined = np.concatenate([*found, np.arange(last + 1, last + 1 + rows - self.counts.get(kind, 0))])
         return joined.astype(np.uint32).view(np.int32)
 
-    def elements(self, firsts: Mapping[_Kind, int]) -> list[_Range]:
+    def elements(self, firsts: Mapping[_Kind, int]) -> list[Range]:
         """Return the moves from the elements of all segments, one after the other, to the rows of all kinds.
 
         Parameters
@@ -199,12 +176,12 @@ class _Packing:
         before, moves = 0, []
         for segment, run in self.each():
             target = firsts[run.kind] + run.row * run.kind.size
-            moves.append(_Range(before + run.start, target, run.elements))
+            moves.append(Range(before + run.start, target, run.elements))
             if run.start + run.elements == segment.size:
                 before += segment.size
         return moves
 
-    def payloads(self, fields: _Fields) -> list[_Range]:
+    def payloads(self, fields: _Fields) -> list[Range]:
         """Return the moves from the bytes of all messages, one after the other, to the fields of all rows."""
         moves = []
         starts = accumulate([frame.nbytes for frame in self.frames], initial=0)
@@ -215,13 +192,13 @@ class _Packing:
                     for run in runs:
                         width = run.kind.widths[field]
                         target = fields.firsts[run.kind, field] + run.row * width
-                        moves.append(_Range(source, target, run.buckets * width))
+                        moves.append(Range(source, target, run.buckets * width))
                         source += run.buckets * width
         return moves
 
-    def messages(self, fields: _Fields) -> list[_Range]:
+    def messages(self, fields: _Fields) -> list[Range]:
         """Return the moves from the fields of all rows, and from the verdict behind them, to all messages."""
-        verdicts = [_Range(fields.nbytes, verdict, _VERDICT_BYTES) for verdict in self.verdicts]
+        verdicts = [Range(fields.nbytes, verdict, _VERDICT_BYTES) for verdict in self.verdicts]
         return [*(move.back() for move in self.payloads(fields)), *verdicts]
 
     @property
@@ -255,7 +232,7 @@ class _Fields(NamedTuple):
             for kind in self.counts
             for _, _, place in kind.spec.places
         ]
-        return _joined([*parts, verdict, jnp.zeros(_VERDICT_BYTES - 1, jnp.uint8)])
+        return as_one([*parts, verdict, jnp.zeros(_VERDICT_BYTES - 1, jnp.uint8)])
 
     def payloads(self, data: Array) -> dict[_Kind, Array]:
         """Return the payloads of all rows from the bytes of all fields; ``data`` may have a leading axis."""
@@ -307,7 +284,7 @@ class PackedCodec(Codec):
         )
         fields, sizes = _Fields.of(packing.counts), [frame.nbytes for frame in frames]
         data = fields.joined(encoded, self._verdict_of(encoded.values()))
-        messages = cut(_moved(data, [packing.messages(fields)], sum(sizes)), sizes)
+        messages = cut(moved(data, [packing.messages(fields)], sum(sizes)), sizes)
         new = packing.tensors(_residuals(encoded), starts) if residuals else {}
         return Compressed(tuple(messages), tuple(new.get(i, old) for i, old in enumerate(residuals)), None)
 
@@ -315,8 +292,8 @@ class PackedCodec(Codec):
         """Return the tensors whose segments are in some chunks; see `Codec.decode_tensors`."""
         packing = _Packing([one.frame for one in opened])
         fields = _Fields.of(packing.counts)
-        messages = _joined([one.message for one in opened])
-        data = _moved(messages, [packing.payloads(fields)], fields.nbytes)
+        messages = as_one([one.message for one in opened])
+        data = moved(messages, [packing.payloads(fields)], fields.nbytes)
 
         def decode() -> dict[_Kind, Array]:
             return {kind: _decoded(kind, rows) for kind, rows in fields.payloads(data).items()}
@@ -335,7 +312,7 @@ class PackedCodec(Codec):
         fields = _Fields.of(packing.counts)
         of_ranks: list[Any] = [one.message for one in opened]
         messages = jnp.stack(of_ranks)
-        data = _moved(messages, [packing.payloads(fields)], fields.nbytes)
+        data = moved(messages, [packing.payloads(fields)], fields.nbytes)
 
         def average() -> dict[_Kind, Array]:
             return {kind: _mean(kind, rows, divisor) for kind, rows in fields.payloads(data).items()}
@@ -346,7 +323,7 @@ class PackedCodec(Codec):
         self, packing: _Packing, compute: Callable[[], dict[_Kind, Array]], opened: Sequence[Opened]
     ) -> list[Array]:
         """Return tensors from computed rows: NaN if any device has refused."""
-        refused = jnp.max(_joined([one.verdict for one in opened])) > 0
+        refused = jnp.max(as_one([one.verdict for one in opened])) > 0
 
         def rows() -> dict[_Kind, Array]:
             return {kind: jnp.where(refused, jnp.nan, jnp.ravel(x)) for kind, x in compute().items()}
@@ -412,20 +389,20 @@ class PackedCodec(Codec):
         kinds = dict.fromkeys(kind for packing in packings for kind in packing.counts)
         counts = {kind: max(packing.counts.get(kind, 0) for packing in packings) for kind in kinds}
         fields, messages = _Fields.of(counts), jnp.stack(arrived)
-        verdict = _at(np.asarray([packing.verdicts[0] for packing in packings], np.int32), rank)
+        verdict = at(np.asarray([packing.verdicts[0] for packing in packings], np.int32), rank)
         told = jnp.max(jax.lax.dynamic_slice_in_dim(messages, verdict, 1, axis=1), axis=0)
-        data = _moved(messages, [packing.payloads(fields) for packing in packings], fields.nbytes, rank)
+        data = moved(messages, [packing.payloads(fields) for packing in packings], fields.nbytes, rank)
         owed = _chunk_to_rows(residuals, packings, counts, rank)
         encoded = {}
         for kind, rows in fields.payloads(data).items():
             mean = _mean(kind, rows)
             own = np.asarray([packing.counts.get(kind, 0) for packing in packings], np.int32)
             if own.min() < counts[kind]:
-                mean = jnp.where((jnp.arange(counts[kind]) < _at(own, rank))[:, None], mean, 0)
+                mean = jnp.where((jnp.arange(counts[kind]) < at(own, rank))[:, None], mean, 0)
             encoded[kind] = _encoded(kind, mean, owed.get(kind), key, _numbers(kind, packings, rank))
         data = fields.joined(encoded, jnp.maximum(self._verdict_of(encoded.values()), told))
         moves = [packing.messages(fields) for packing in packings]
-        message = _moved(data, moves, frames[0].nbytes, rank)
+        message = moved(data, moves, frames[0].nbytes, rank)
         new = _rows_to_chunk(_residuals(encoded), residuals, packings, counts, rank)
         return Compressed((message,), new, None)
 
@@ -433,93 +410,6 @@ class PackedCodec(Codec):
         """Return the verdict on all rows, uint8 of shape (1,)."""
         found = [e._replace(refused=jnp.ravel(e.refused)) for e in encoded if e.refused is not None]
         return self._verdict(found)
-
-
-def cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
-    """Cut a flat vector into parts of these sizes, as `cut_like` does.
-
-    If XLA knows the places of the parts, it compiles a slice for each; if they are hidden from it, one for each size.
-    """
-    ends = list(accumulate(sizes))
-    return _slices(joined, [(end - size, end) for size, end in zip(sizes, ends, strict=True)])
-
-
-def _slices(x: Array, places: Sequence[tuple[int, int]]) -> list[Array]:
-    """Return slices of a vector, from pairs of start and stop."""
-    kernels = chosen(x)
-    if len(places) == 1 or not isinstance(kernels, TracedKernels):
-        return [_slice(x, start, stop) for start, stop in places]
-    _, starts = kernels.apart(lambda: (), [start for start, _ in places])
-    return [
-        jax.lax.dynamic_slice(x, (hidden,), (stop - start,))
-        for hidden, (start, stop) in zip(starts, places, strict=True)
-    ]
-
-
-def _slice(x: Array, start: int, stop: int) -> Array:
-    return x if (start, stop) == (0, x.shape[0]) else jax.lax.slice_in_dim(x, start, stop)
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    """Return vectors as one."""
-    return parts[0] if len(parts) == 1 else jax.lax.concatenate(list(parts), 0)
-
-
-def _moved(source: Array, moves: Sequence[Sequence[_Range]], size: int, rank: Rank | None = None) -> Array:
-    """Return a vector into which elements of another were moved, with zeros elsewhere.
-
-    Parameters
-    ----------
-    source : array, shape (length,) or (ranks, length)
-        With two axes, the vector of each rank.
-    moves : sequence of sequences of _Range
-        The moves of each device, or one sequence for all.
-    size : int
-        The length of the result.
-    rank : traced int, optional
-        The number of this device, if each has its own moves.
-    """
-    tables: dict[int, list[list[tuple[int, int]]]] = defaultdict(lambda: [[] for _ in moves])
-    for number, of_device in enumerate(moves):
-        for first, target, length in of_device:
-            if length:
-                # The last window may overlap with the one before: both move the same elements.
-                window = next(window for window in _WINDOWS if window <= length)
-                steps = [*range(0, length - window, window), length - window]
-                tables[window][number] += [(first + step, target + step) for step in steps]
-    moved = jnp.zeros((*source.shape[:-1], size), source.dtype)
-    wide = max(size, source.shape[-1]) > _MOST_INT32
-    for window, of_devices in tables.items():
-        # Elements that are moved beyond the end are dropped.
-        table = np.full((len(moves), max(map(len, of_devices)), 2), (0, size))
-        for places, found in zip(table, of_devices, strict=True):
-            places[: len(found)] = np.asarray(found, table.dtype).reshape(-1, 2)
-        with jax.enable_x64(True) if wide else nullcontext():
-            own = jnp.asarray(table[0]) if rank is None else _at(table, rank)
-            moved = _move_windows(source, moved, own, window)
-    return moved
-
-
-def _move_windows(source: Array, target: Array, places: Array, window: int) -> Array:
-    """Copy windows of the source into the target; ``places`` has the first element of each in both."""
-    if source.ndim > 1:
-        each: Array = jax.vmap(lambda s, t: _move_windows(s, t, places, window))(source, target)
-        return each
-    taken = jax.lax.gather(
-        source,
-        places[:, :1],
-        jax.lax.GatherDimensionNumbers((1,), (), (0,)),
-        (window,),
-        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )
-    written: Array = jax.lax.scatter(
-        target,
-        places[:, 1:],
-        taken,
-        jax.lax.ScatterDimensionNumbers((1,), (), (0,)),
-        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-    )
-    return written
 
 
 def _chunk_to_rows(
@@ -531,7 +421,7 @@ def _chunk_to_rows(
     sizes = [count * kind.size for kind, count in counts.items()]
     firsts = dict(zip(counts, accumulate(sizes, initial=0), strict=False))
     moves = [packing.elements(firsts) for packing in packings]
-    return dict(zip(counts, jax.lax.split(_moved(residuals[0], moves, sum(sizes), rank), sizes), strict=True))
+    return dict(zip(counts, jax.lax.split(moved(residuals[0], moves, sum(sizes), rank), sizes), strict=True))
 
 
 def _rows_to_chunk(
@@ -547,7 +437,7 @@ def _rows_to_chunk(
     sizes = [count * kind.size for kind, count in counts.items()]
     firsts = dict(zip(counts, accumulate(sizes, initial=0), strict=False))
     moves = [[move.back() for move in packing.elements(firsts)] for packing in packings]
-    return (_moved(_joined([rows[kind] for kind in counts]), moves, residuals[0].shape[0], rank),)
+    return (moved(as_one([rows[kind] for kind in counts]), moves, residuals[0].shape[0], rank),)
 
 
 def _numbers(kind: _Kind, packings: Sequence[_Packing], rank: Rank | None = None) -> Array | None:
@@ -557,14 +447,9 @@ def _numbers(kind: _Kind, packings: Sequence[_Packing], rank: Rank | None = None
     rows = max(packing.counts.get(kind, 0) for packing in packings)
     table = np.stack([packing.numbers(kind, rows) for packing in packings])
     if (np.diff(table, axis=1) == 1).all():  # keeps a table of all buckets out of the program
-        first = table[0, 0] if rank is None else _at(table[:, 0], rank)
+        first = table[0, 0] if rank is None else at(table[:, 0], rank)
         return first + jnp.arange(rows, dtype=jnp.int32)
-    return jnp.asarray(table[0]) if rank is None else _at(table, rank)
-
-
-def _at(table: Table, rank: Rank) -> Array:
-    """Return this device's entry of a table."""
-    return jax.lax.dynamic_index_in_dim(jnp.asarray(table), rank, keepdims=False)
+    return jnp.asarray(table[0]) if rank is None else at(table, rank)
 
 
 def _encoded(kind: _Kind, values: Array, residual: Array | None, key: Key, numbers: Array | None) -> Encoded:

@@ -34,7 +34,8 @@ from qcomp.core.mean.topologies.two_phase import SERVER, TwoPhase
 from qcomp.core.numeric.arrays import Array, concat
 from qcomp.core.numeric.low_rank import first_factor
 from qcomp.core.numeric.random import Key
-from qcomp.jax.packing import PackedCodec, cut
+from qcomp.jax.moves import cut
+from qcomp.jax.packing import PackedCodec
 
 __all__ = ["TOPOLOGIES", "SpmdMean", "SpmdOwnedMean", "SpmdPowerSGDMean", "drive"]
 

@@ -20,7 +20,7 @@ CASES = [
     "steps",
     *(
         pytest.param(case, marks=pytest.mark.exhaustive)
-        for case in ("means", "optimizers", "in_optax", "misuse")
+        for case in ("means", "optimizers", "zero_one", "in_optax", "misuse")
     ),
 ]
 
@@ -153,6 +153,13 @@ def lamb(**settings):
     return qcomp.jax.optax.onebit_lamb(qcomp.OneBitLamb(**{**fitting, **settings}), "data")
 
 
+def zero_one(**settings):
+    import qcomp.jax.optax
+
+    fitting = {"learning_rate": 0.1, "nonfinite": "skip"}
+    return qcomp.jax.optax.zero_one_adam(qcomp.ZeroOneAdam(**{**fitting, **settings}), "data")
+
+
 def muon(**settings):
     import qcomp.jax.optax
 
@@ -178,6 +185,25 @@ def muon(**settings):
         (lamb, {"freeze": qcomp.VarianceStable()}, "optimizer has freeze=Variance.*; expected a number"),
         (lamb, {"groups": [qcomp.Group("b")]}, r"optimizer has groups=.*; expected \(\) on a mesh"),
         (lamb, {"averaging": qcomp.PowerSGD(), "compressor": qcomp.Identity()}, "has averaging=PowerSGD"),
+        (zero_one, {"nonfinite": "raise"}, "optimizer has nonfinite='raise'; expected 'skip' on a mesh"),
+        (
+            zero_one,
+            {"freeze": qcomp.VarianceStable()},
+            "freeze=Variance.*; expected a number of steps or None",
+        ),
+        (zero_one, {"clip_norm": 1.0}, r"optimizer has clip_norm=1\.0; expected None on a mesh"),
+        (zero_one, {"rounding": "stochastic"}, "optimizer has rounding='stochastic'; expected 'nearest'"),
+        (zero_one, {"averaging": qcomp.PowerSGD(), "compressor": qcomp.Identity()}, "has averaging=PowerSGD"),
+        (
+            zero_one,
+            {"sync_steps": lambda step: step > 3 and step % 2 == 0},
+            r"sync_steps is .*, which cannot be traced by jax\.jit",
+        ),
+        (
+            zero_one,
+            {"learning_rate": lambda step: 1.0 if step < 3 else 0.5},
+            r"learning_rate is .*, which cannot be traced by jax\.jit",
+        ),
         (muon, {"nonfinite": "raise"}, "optimizer has nonfinite='raise'; expected 'skip' on a mesh"),
         (muon, {"clip_norm": 1.0}, r"optimizer has clip_norm=1\.0; expected None on a mesh"),
         (
@@ -202,16 +228,35 @@ def test_schedules_of_traced_steps():
     import jax
     import jax.numpy as jnp
 
-    import qcomp.jax.optax
+    from qcomp.jax.transforms import selected
 
     steps = [*range(1, 500), 2**20, 2**31 - 1]
-    for schedule in (qcomp.DoublingIntervals(4), qcomp.DoublingIntervals(3, longest=8)):
+    for schedule in (
+        qcomp.DoublingIntervals(4),
+        qcomp.DoublingIntervals(3, longest=8),
+        qcomp.LocalSteps(7, 6),
+        qcomp.LocalSteps(),
+    ):
         traced = jax.jit(jax.vmap(schedule))(jnp.asarray(steps, jnp.int32))
         assert traced.tolist() == [schedule(step) for step in steps]
     with pytest.raises(TypeError, match=r"variance_steps is .*, which cannot be traced by jax\.jit"):
         jax.eval_shape(
-            lambda step: qcomp.jax.optax._traced(lambda n: n > 3 and n % 2 == 0, step), jnp.int32(0)
+            lambda step: selected("variance_steps", lambda n: n > 3 and n % 2 == 0, step), jnp.int32(0)
         )
+
+
+def test_traced_bias_corrections_of_momenta():
+    """They are those of Python to the last bit: 0/1 Adam adds up weights that are divided by them."""
+    import jax
+    import jax.numpy as jnp
+
+    from qcomp.core.variance.arithmetic import bias_corrections
+
+    counts = [*range(1, 500), 10_000]
+    with jax.enable_x64(True):
+        traced = jax.jit(jax.vmap(lambda count: jnp.asarray(bias_corrections([(0.9, 0.5)], 0, [count])[0])))
+        found = traced(jnp.asarray(counts, jnp.int32)).tolist()
+    assert found == [1 - 0.9**count for count in counts]
 
 
 def test_joined_variances_get_the_floor_of_each_alone():
@@ -220,12 +265,12 @@ def test_joined_variances_get_the_floor_of_each_alone():
     import numpy as np
 
     from qcomp.core.variance.arithmetic import floored
-    from qcomp.jax.optax import _floored
+    from qcomp.jax.vectors import floored_like
 
     draws = np.random.default_rng(0).standard_normal((5, 12)).astype(np.float32) ** 8
     parts = [draws[0], draws[1, :5], draws[2], np.zeros(0, np.float32), draws[3], draws[4, :5]]
     exact = [False, False, True, False, False, True]
-    joined = _floored(jnp.concatenate(parts), [jnp.asarray(x) for x in parts], exact, 0.3)
+    joined = floored_like(jnp.concatenate(parts), [jnp.asarray(x) for x in parts], exact, 0.3)
     assert np.array_equal(joined, np.concatenate(floored(parts, exact, 0.3)))
     assert not np.array_equal(joined, np.concatenate(floored(parts, [False] * 6, 0.3)))
 

@@ -32,14 +32,16 @@ def bias_corrections(
     if not counts or not is_traced(counts[0]):
         return [1 - pair[which] ** max(1, count) for pair, count in pairs]
     found = {(pair[which], id(count)): (pair[which], count) for pair, count in pairs}
-    entries = {key: _entry(_corrections(beta), count) for key, (beta, count) in found.items()}
+    # Of a momentum to the last bit of float64: 0/1 Adam adds up weights that are divided by it.
+    bits = 25 if which else 54
+    entries = {key: _entry(_corrections(beta, bits), count) for key, (beta, count) in found.items()}
     return [entries[pair[which], id(count)] for pair, count in zip(betas, counts, strict=True)]
 
 
 @lru_cache(64)
-def _corrections(beta: float) -> list[float]:
-    """Return the bias corrections by count, up to the count from which they are 1 in float32."""
-    steps = 1 + math.ceil(25 * math.log(2) / -math.log(beta)) if beta else 1
+def _corrections(beta: float, bits: int) -> list[float]:
+    """Return the bias corrections by count, up to the count from which they are 1 with this number of bits."""
+    steps = 1 + math.ceil(bits * math.log(2) / -math.log(beta)) if beta else 1
     return bias_corrections([(beta, beta)] * (1 + steps), 0, range(1 + steps))
 
 

@@ -49,8 +49,7 @@ class DoublingIntervals:
         # Before the intervals of 2^b there are each * (1 + 2 + ... + 2^(b-1)) = each * (2^b - 1) steps.
         power = _floor_log2(done // self.each + 1)
         if self.longest is not None:
-            most = self.longest.bit_length() - 1
-            power = power - (power - most) * (power > most)
+            power = _at_most(power, self.longest.bit_length() - 1)
         return (done - self.each * ((1 << power) - 1)) % (1 << power) == 0
 
 
@@ -89,10 +88,10 @@ class LocalSteps:
         """Return whether a step belongs to the set."""
         # In phase number b the intervals are 2^b long; the last phase has no end.
         last = (self.longest - 1).bit_length()
-        phase = min((step - 1) // self.double_every, last)
+        phase = _at_most((step - 1) // self.double_every, last)
         since = step - phase * self.double_every
-        interval = min(1 << phase, self.longest)
-        return since % interval == 0 or (phase < last and since == self.double_every)
+        interval = _at_most(1 << phase, self.longest)
+        return (since % interval == 0) | ((phase < last) & (since == self.double_every))
 
 
 def require_schedule(argument: str, value: object, does: str) -> None:
@@ -110,6 +109,11 @@ def _floor_log2(number: int) -> int:
     for step in (16, 8, 4, 2, 1):
         power += step * (number >> (power + step) > 0)
     return power
+
+
+def _at_most(number: int, most: int) -> int:
+    """Return an integer or the bound above it, also of an integer that a compiler traces."""
+    return number - (number - most) * (number > most)
 
 
 def _require_positive(argument: str, value: int) -> None:

@@ -20,6 +20,9 @@ OPTIMIZERS = {
     "one-bit LAMB": qcomp.jax.optax.onebit_lamb(
         qcomp.OneBitLamb(learning_rate=0.1, freeze=9, exact=None, watch=None, nonfinite="skip"), "data"
     ),
+    "0/1 Adam": qcomp.jax.optax.zero_one_adam(
+        qcomp.ZeroOneAdam(learning_rate=0.1, exact=None, nonfinite="skip"), "data"
+    ),
     "Muon": qcomp.jax.optax.muon(qcomp.Muon(learning_rate=0.1, nonfinite="skip"), "data"),
 }
 METHODS = {
@@ -42,7 +45,11 @@ def lines(method, tensors, devices):
         state = jax.eval_shape(tx.init, params)
     specs = qcomp.jax.partition_specs(state, "data")
     update = jax.shard_map(
-        tx.update, mesh=mesh, in_specs=(ALL, specs, ALL), out_specs=(ALL, specs), check_vma=False
+        lambda grads, state, params: tx.update(grads, state, params, local=params),
+        mesh=mesh,
+        in_specs=(ALL, specs, ALL),
+        out_specs=(ALL, specs),
+        check_vma=False,
     )
     return jax.jit(update).lower(params, state, params).as_text().count("\n")
 

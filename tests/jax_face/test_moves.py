@@ -7,14 +7,14 @@ pytest.importorskip("jax", reason="jax is not installed")
 
 import jax
 
-from qcomp.jax import packing
+from qcomp.jax import moves
 
 
 @pytest.fixture(params=["int32", "int64"])
 def places(request, monkeypatch):
     """The dtype of places in vectors; those of long vectors need 64 bits."""
     if request.param == "int64":
-        monkeypatch.setattr(packing, "_MOST_INT32", 0)
+        monkeypatch.setattr(moves, "_MOST_INT32", 0)
 
 
 LENGTHS = [1, 3, 4, 7, 511, 512, 513, 1200, (1 << 16) + 5]
@@ -26,7 +26,7 @@ def moves_of(rng, lengths):
     found, source = [], 2
     for number, length in enumerate(lengths):
         target = 3 + sum(lengths[i] + 5 for i in targets[: list(targets).index(number)])
-        found.append(packing._Range(source, int(target), length))
+        found.append(moves.Range(source, int(target), length))
         source += length + 1
     return found
 
@@ -48,7 +48,7 @@ def test_moves(rank):
     source = rng.integers(1, 256, (2, size), np.uint8)
 
     def move(source, rank):
-        return packing._moved(source, of_devices, size, rank)
+        return moves.moved(source, of_devices, size, rank)
 
     wanted = [expected(row, of_devices[rank or 0], size) for row in source]
     assert np.array_equal(jax.jit(move)(source, rank), wanted)
