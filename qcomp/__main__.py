@@ -1,4 +1,4 @@
-"""``python -m qcomp`` is the command ``qcomp``."""
+"""``python -m qcomp`` runs the command ``qcomp``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests, examples, and single processes."""
+"""`run_local` and its communicators: ranks are threads of one process, for tests, examples and single ranks."""
 
 from __future__ import annotations
 

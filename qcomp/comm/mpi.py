@@ -1,4 +1,4 @@
-"""Ranks as MPI processes, through mpi4py."""
+"""`MPICommunicator`: a communicator whose ranks are MPI processes, through mpi4py."""
 
 from __future__ import annotations
 

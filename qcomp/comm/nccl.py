@@ -1,4 +1,4 @@
-"""Ranks with one GPU each, through CuPy's NCCL."""
+"""`NCCLCommunicator`: a communicator whose ranks have one GPU each, through CuPy's NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of torch.distributed, over gloo or NCCL."""
+"""`TorchCommunicator`: a communicator whose ranks are processes of torch.distributed, over gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -117,7 +117,10 @@ def _with_other_seed(key: Key, number: int) -> Key:
 
 
 def _all_keys(bucket_size: int, *, thorough: bool) -> Iterator[Key]:
-    """Yield keys: every bit of each part, the first numbers of each, and grids over pairs of parts."""
+    """Yield keys that differ from one key in a field, or have small numbers in two fields.
+
+    A field gets each power of two, small numbers, and numbers near its limits.
+    """
     room = max(0, 32 - (bucket_size // 8).bit_length())  # lanes are counted in 32 bits
     for part in _PARTS:
         bits = _BITS.get(part, min(room, 24))

@@ -331,7 +331,7 @@ def weights_scale_gradients(case: OptimizerCase) -> None:
 
 
 def another_world_goes_on(case: OptimizerCase) -> None:
-    """More or fewer ranks can load two ranks' dicts with moments and residuals, and agree afterwards; or all refuse."""
+    """Three ranks, and one, load the dicts of two ranks with their moments and residuals, and agree; or all refuse."""
     for saved, size in product(case.whole_run[::3], (3, 1)):
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]
         stages = [

@@ -49,10 +49,11 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     """Check that an optimizer keeps the promises of `qcomp.Optimizer`.
 
     All ranks hold the same after each of twelve steps. Arguments are not written to. A job that is saved after any step
-    goes on with the same bits, even in another process. More or fewer ranks go on with its moments and residuals, or
-    all refuse them. A non-finite gradient stops all ranks and changes nothing. Ranks that were not started alike raise.
-    Donation changes nothing. SGD adds later what compression has lost. The shared settings (rate and schedule, groups,
-    weight decay, clipping, seed) have the effects that `qcomp.Optimizer` describes.
+    goes on with the same bits, even in another process. On more or fewer ranks it resumes with the same mean moments
+    and residuals, or every rank refuses to load it. A non-finite gradient stops all ranks and changes nothing. Ranks
+    that were not started alike raise. Donation changes nothing. SGD adds later what compression has lost. The shared
+    settings (rate and schedule, groups, weight decay, clipping, seed) have the effects that `qcomp.Optimizer`
+    describes.
 
     Parameters
     ----------

@@ -281,7 +281,7 @@ def coding_changes_nothing(world: Peers) -> None:
 
 
 def stays_unbiased(world: Peers) -> None:
-    """An unbiased compressor has an unbiased mean."""
+    """Without feedback, the mean that a topology computes with an unbiased compressor is unbiased."""
     distance = distance_of_an_unbiased_mean(world)
     assert distance < 6, f"the mean of an unbiased compressor is off by {distance:.1f} standard deviations"
 

@@ -167,7 +167,7 @@ class ScatteredGradients(_Sharded):
         if op == ReduceOp.SUM:
             return self._comm.size
         raise ValueError(
-            f"{self._unit.label} has a gradient_divide_factor, which torch hides in its reduction {op!r}: call "
+            f"{self._unit.label} has a gradient_divide_factor, which torch makes a part of its reduction {op!r}: call "
             "set_force_sum_reduction_for_comms(True) too, so that FSDP2 itself divides"
         )
 

@@ -1,4 +1,4 @@
-"""Checks of the parameters that an optimizer for torch is given, and their names."""
+"""Reads, names and checks the parameters that an optimizer for torch is given."""
 
 from __future__ import annotations
 

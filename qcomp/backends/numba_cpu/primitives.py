@@ -104,7 +104,7 @@ def with_sign(typing_context: Any, magnitude: Any, x: Any) -> Any:  # noqa: ARG0
 
 @inline
 def magnitude_bits(x: np.float32) -> int:
-    """Return the bits of a magnitude as a signed integer. Larger magnitudes have larger ones, and NaN the largest.
+    """Return the bits of a magnitude as a signed integer. A larger magnitude gives a larger integer, NaN the largest.
 
     Loops over integers vectorise. They are signed, because numba compares unsigned ones in 64 bits.
     """

@@ -1,4 +1,4 @@
-"""Packs the codes of a tile into bytes, by planes: `qcomp.core.numeric.bitplanes`.
+"""Packs the codes of a tile into bytes, and unpacks them, by the planes of `qcomp.core.numeric.bitplanes`.
 
 The elements of a bucket form eight planes of W, and a code has b bits. If b divides 8, code q of byte (r, j) is at
 plane q*b + r, lane j. Otherwise bit p of byte (q, j) is bit q of the code at (p, j). So packing is a sum of planes.

@@ -125,7 +125,7 @@ def encode_gaps(plain: Bytes, size: int, shape: gaps.Shape) -> bytes:
 
 
 def decode_gaps(code: Bytes, size: int, shape: gaps.Shape) -> bytearray:
-    """Return the sparse payload, the inverse of `encode_gaps`; raises PayloadError if the bytes are not such a code."""
+    """Undo `encode_gaps`: return the plain sparse payload. Raises PayloadError if the bytes are not such a code."""
     return _loops().gaps_decode(_view(code), size, *shape)
 
 

@@ -23,7 +23,7 @@ def alone(
     ``donate`` it may overwrite them. Raises NonFiniteError, which says ``what`` refuses, if a value is not finite, or
     too large to compress.
     """
-    # One vector is faster than many small ones; without kernels, it is faster than many of any size.
+    # One joined vector is faster than many small ones and, without kernels, than many of any size.
     sizes = [x.shape[0] for x in values]
     vectors = values
     if len({x.dtype for x in values}) == 1 and (sum(sizes) < SMALL * len(sizes) or chosen(values[0]) is None):

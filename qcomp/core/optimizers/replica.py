@@ -537,7 +537,7 @@ def _read(replica: Replica[Any], own: Saved, world: World, *, regrouped: bool) -
         mean,
         lambda template: {**limits_of_own(template), **replica.limits(template)},
     )
-    # Check the rank and sizes also in entries that the replica has not adopted.
+    # The saved dict also has the entries that `adopt` left out: check their sizes too.
     require_sizes(one, world.sizes.values(), dict(named_arrays(state, mean)).values())
     require_intact(one)  # last, since the other errors say more
     return state

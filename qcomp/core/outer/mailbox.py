@@ -1,4 +1,7 @@
-"""`Mailbox`, files that all ranks see: the requests for them, and the formats of their contents."""
+"""`Mailbox`: the interface of a store in which the ranks of an asynchronous outer loop leave files for each other.
+
+Beside it stand the requests to the store, and the formats of its files.
+"""
 
 import json
 from collections.abc import Generator, Mapping, Sequence

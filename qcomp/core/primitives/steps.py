@@ -100,7 +100,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
 
 
 def rounded(x: Array) -> Array:
-    """Return x, rounded to its dtype before anything is added to it, even if a compiler would fuse operations."""
+    """Return x unchanged, but keep a compiler from fusing what computes x with what uses it: x is rounded first."""
     kernel = kernel_of("rounded", x) if is_traced(x) else None
     found: Array | None = kernel and kernel(x)
     return x if found is None else found
