@@ -28,7 +28,7 @@ import page
 from network.journeys import seconds_to
 from network.launch import launch, launch_here
 from network.shaped import require_rights
-from network.tables import NAMES
+from network.tables import NAMES, NOTHING
 from race import plan
 from race.script import AS_WRITTEN, printed
 from race.standings import label
@@ -160,7 +160,9 @@ def ran(
 
 def tables(rows: plan.Rows) -> str:
     """Return the steps to the loss of the script as written, and how much sooner that loss is reached on each link."""
-    runs = {method: at_best_rate(rows, method) for method in CHOSEN}
+    runs = {method: found for method in CHOSEN if (found := at_best_rate(rows, method))}
+    if AS_WRITTEN not in runs:
+        return NOTHING
     target = fmean(plan.final(row) for row in runs[AS_WRITTEN])
     head = ["", "rate", "loss after all steps", "steps to the target", *(NAMES[link] for link in LINKS)]
     lines = []
@@ -179,7 +181,7 @@ def tables(rows: plan.Rows) -> str:
 
 
 def at_best_rate(rows: plan.Rows, method: str) -> Sequence[Mapping[str, Any]]:
-    """Return the trainings of a method at its best rate, a row for each seed."""
+    """Return the trainings of a method at its best rate, a row for each seed; none while that rate is not known."""
     return plan.of(rows, method=method, rate=plan.best_rate(rows, TASK, method))
 
 

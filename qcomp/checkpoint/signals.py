@@ -33,8 +33,10 @@ class on_signal:  # noqa: N801 - it reads as a function
     signals : iterable of signal.Signals, default (SIGTERM,)
         The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first signal of
         each kind is only noted. So are others of its kind within 5 seconds, because a scheduler may signal every
-        process, and a launcher then pass the signal on. A later one has the effect that it had before. In a forked
-        child, SIGTERM has that effect at once, and the other signals have none.
+        process, and a launcher then pass the signal on. So is the next one after the 5 seconds: it may have arrived
+        within them, since Python handles a signal only when a long call, such as a backward pass, has returned. The one
+        after that has the effect that the signal had before, so a job that does not save still ends. In a forked child,
+        SIGTERM has that effect at once, and the other signals have none.
     every : int, default 1
         The number of calls from one exchange to the next; calls in between return False at once. It must be the same on
         all ranks.
@@ -78,6 +80,8 @@ class on_signal:  # noqa: N801 - it reads as a function
         self._every = every
         self._calls = 0
         self._first: dict[int, float] = {}
+        # One is enough: signals of a kind that arrive during the same call run the handler once.
+        self._had_late: set[int] = set()
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         try:
@@ -105,10 +109,12 @@ class on_signal:  # noqa: N801 - it reads as a function
         if inherited and number != signal.SIGTERM:
             return  # sent to all processes of the job: the rank decides when its children end
         now = time.monotonic()
-        repeats = now - self._first.setdefault(number, now) <= _ANNOUNCED
-        if inherited or not repeats:
+        late = now - self._first.setdefault(number, now) > _ANNOUNCED
+        if inherited or (late and number in self._had_late):
             signal.signal(number, self._before[number])
             signal.raise_signal(number)
+        elif late:
+            self._had_late.add(number)
 
     def close(self) -> None:
         """Give all signals the effect that they had before."""

@@ -221,7 +221,7 @@ class _LambSteps:
         state: OneBitLambState,
         params: PyTree = None,
         *,
-        weight: Any = None,
+        weight: jax.Array | float | None = None,
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, OneBitLambState]:
         """Return the updates of the step, and the state after it."""

@@ -278,7 +278,7 @@ class MeshMean:
         taken = Tree.of(tree, "tree")
         tensors = _tensors(taken._replace(leaves=_without_derivative(taken.leaves)))
         residuals = _without_derivative(residuals)
-        self._require_own_values(taken)
+        require_own_values(taken, self.axis_name)
         if weight is not None:
             tensors = weighted(tensors, _without_derivative(weight), self.axis_name)
         state = self._state(taken.names, tensors, size)
@@ -370,18 +370,18 @@ class MeshMean:
         state = self._state(taken.names, _tensors(taken), size)
         return state.exact, state.compressors
 
-    def _require_own_values(self, tree: Tree) -> None:
-        """Raise ValueError for values that JAX knows to be the same on all devices."""
-        if not _varies(jax.lax.axis_index(self.axis_name), self.axis_name):
-            return  # with check_vma=False JAX does not track this
-        for name, leaf in zip(tree.names, tree.leaves, strict=True):
-            if not _varies(leaf, self.axis_name):
-                raise ValueError(
-                    f"the array of tree at {name!r} has the same values on all devices of {self.axis_name!r}, because "
-                    "jax.grad adds up the gradients of replicated parameters. Differentiate with respect to "
-                    f"jax.lax.pcast(params, {self.axis_name!r}, to='varying'), or pass check_vma=False to "
-                    "jax.shard_map"
-                )
+
+def require_own_values(tree: Tree, axis_name: str) -> None:
+    """Raise ValueError for values that JAX knows to be the same on all devices."""
+    if not _varies(jax.lax.axis_index(axis_name), axis_name):
+        return  # with check_vma=False JAX does not track this
+    for name, leaf in zip(tree.names, tree.leaves, strict=True):
+        if not _varies(leaf, axis_name):
+            raise ValueError(
+                f"the array of tree at {name!r} has the same values on all devices of {axis_name!r}, because "
+                "jax.grad adds up the gradients of replicated parameters. Differentiate with respect to "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying'), or pass check_vma=False to jax.shard_map"
+            )
 
 
 def weighted(tensors: Sequence[Array], weight: Array, axis_name: str) -> list[Array]:

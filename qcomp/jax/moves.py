@@ -18,7 +18,7 @@ from qcomp.jax.kernels import TracedKernels
 __all__ = ["Array", "Range", "Rank", "Table", "as_one", "at", "cut", "moved", "slice_of"]
 
 Array = Any  # as the functions of JAX take it
-Rank = Any
+Rank = jax.Array
 """The index of a device, as a traced integer."""
 Table = np.ndarray[Any, Any]
 
@@ -49,7 +49,7 @@ def cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
     return _slices(joined, [(end - size, end) for size, end in zip(sizes, ends, strict=True)])
 
 
-def _slices(x: Array, places: Sequence[tuple[int, int]]) -> list[Array]:
+def _slices(x: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Array]:
     """Return slices of a vector, from pairs of start and stop."""
     kernels = chosen(x)
     if len(places) == 1 or not isinstance(kernels, TracedKernels):
@@ -61,17 +61,19 @@ def _slices(x: Array, places: Sequence[tuple[int, int]]) -> list[Array]:
     ]
 
 
-def slice_of(x: Array, start: int, stop: int) -> Array:
+def slice_of(x: jax.Array, start: int, stop: int) -> jax.Array:
     """Return a slice of a vector, or the vector itself if the slice is all of it."""
     return x if (start, stop) == (0, x.shape[0]) else jax.lax.slice_in_dim(x, start, stop)
 
 
-def as_one(parts: Sequence[Array]) -> Array:
+def as_one(parts: Sequence[Array]) -> jax.Array:
     """Return vectors as one."""
     return parts[0] if len(parts) == 1 else jax.lax.concatenate(list(parts), 0)
 
 
-def moved(source: Array, moves: Sequence[Sequence[Range]], size: int, rank: Rank | None = None) -> Array:
+def moved(
+    source: jax.Array, moves: Sequence[Sequence[Range]], size: int, rank: Rank | None = None
+) -> jax.Array:
     """Return a vector into which elements of another were moved, with zeros elsewhere.
 
     Parameters
@@ -106,10 +108,10 @@ def moved(source: Array, moves: Sequence[Sequence[Range]], size: int, rank: Rank
     return result
 
 
-def _move_windows(source: Array, target: Array, places: Array, window: int) -> Array:
+def _move_windows(source: jax.Array, target: jax.Array, places: jax.Array, window: int) -> jax.Array:
     """Copy windows of the source into the target; ``places`` has the first element of each in both."""
     if source.ndim > 1:
-        each: Array = jax.vmap(lambda s, t: _move_windows(s, t, places, window))(source, target)
+        each: jax.Array = jax.vmap(lambda s, t: _move_windows(s, t, places, window))(source, target)
         return each
     taken = jax.lax.gather(
         source,
@@ -118,7 +120,7 @@ def _move_windows(source: Array, target: Array, places: Array, window: int) -> A
         (window,),
         mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
-    written: Array = jax.lax.scatter(
+    written: jax.Array = jax.lax.scatter(
         target,
         places[:, 1:],
         taken,
@@ -128,6 +130,7 @@ def _move_windows(source: Array, target: Array, places: Array, window: int) -> A
     return written
 
 
-def at(table: Table, rank: Rank) -> Array:
+def at(table: Table, rank: Rank) -> jax.Array:
     """Return this device's entry of a table."""
-    return jax.lax.dynamic_index_in_dim(jnp.asarray(table), rank, keepdims=False)
+    found: jax.Array = jax.lax.dynamic_index_in_dim(jnp.asarray(table), rank, keepdims=False)
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -99,7 +100,9 @@ def muon(
     (-0.01, (4, 8))
     """
     require_settings(optimizer, Muon, whiten_steps=None)
-    rate = rate_of(optimizer, learning_rate)
+    rate: Any = optimizer.learning_rate if learning_rate is None else learning_rate
+    if callable(rate):
+        rate = rate_of(optimizer, rate)
     steps = _Steps(_MuonMean(optimizer.compressor, axis_name, seed=optimizer.seed, muon=optimizer))
     direction = optax.GradientTransformationExtraArgs(steps.init, steps.update)
     return optax.chain(direction, optax.apply_if_finite(optax.scale_by_learning_rate(rate), 2**31 - 1))
@@ -153,7 +156,7 @@ class _Steps:
         state: MuonState,
         params: PyTree = None,
         *,
-        weight: Any = None,
+        weight: jax.Array | float | None = None,
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, MuonState]:
         """Return the direction of the step, and the state after it."""

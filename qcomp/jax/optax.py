@@ -135,7 +135,12 @@ def compressed(
     mean = MeshMean(compressor, axis_name, topology, feedback, exact, compressors, seed, averaging)
 
     def update(
-        updates: PyTree, state: MeshState, params: PyTree = None, *, weight: Any = None, **others: object
+        updates: PyTree,
+        state: MeshState,
+        params: PyTree = None,
+        *,
+        weight: jax.Array | float | None = None,
+        **others: object,
     ) -> tuple[PyTree, MeshState]:
         del params, others
         return mean(updates, state, weight=weight)
@@ -235,7 +240,7 @@ class _OneBitAdam:
         state: OneBitAdamState,
         params: PyTree = None,  # noqa: ARG002 - as optax calls it
         *,
-        weight: Any = None,
+        weight: jax.Array | float | None = None,
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, OneBitAdamState]:
         """Return the direction of the step, and the state after it."""

@@ -11,9 +11,12 @@ import optax
 
 from qcomp.core.mean.averaging import PowerSGD
 from qcomp.core.numeric.arrays import to_compute_dtype
+from qcomp.core.optimizers.base import Optimizer
+from qcomp.core.optimizers.onebit_lamb import OneBitLamb
 from qcomp.core.optimizers.tensors import as_tensors
+from qcomp.core.optimizers.zero_one_adam import ZeroOneAdam
 from qcomp.core.variance.schedules import Schedule
-from qcomp.jax.mesh import MeshMean, weighted
+from qcomp.jax.mesh import MeshMean, require_own_values, weighted
 from qcomp.jax.moves import Array
 from qcomp.jax.trees import PyTree, Tree
 from qcomp.jax.vectors import zeros_like
@@ -32,7 +35,7 @@ __all__ = [
 WHY = "a compiled program neither raises nor reads values on the host"
 
 
-def require_settings(optimizer: Any, kind: type, **expected: object) -> None:
+def require_settings(optimizer: object, kind: type, **expected: object) -> None:
     """Raise unless an optimizer is of a kind and has these settings, besides those that no program supports."""
     if not isinstance(optimizer, kind):
         raise TypeError(f"optimizer is {optimizer!r}; expected a qcomp.{kind.__name__}")
@@ -42,7 +45,7 @@ def require_settings(optimizer: Any, kind: type, **expected: object) -> None:
             raise ValueError(f"optimizer has {name}={found!r}; expected {value!r} on a mesh: {WHY}")
 
 
-def mean_of(optimizer: Any, axis_name: str) -> MeshMean:
+def mean_of(optimizer: OneBitLamb | ZeroOneAdam, axis_name: str) -> MeshMean:
     """Return the compressed mean that an optimizer's settings describe."""
     averaging = optimizer.averaging
     if isinstance(averaging, PowerSGD):
@@ -59,7 +62,7 @@ def mean_of(optimizer: Any, axis_name: str) -> MeshMean:
     )
 
 
-def rate_of(optimizer: Any, learning_rate: optax.ScalarOrSchedule | None) -> Callable[[Array], Any]:
+def rate_of(optimizer: Optimizer, learning_rate: optax.ScalarOrSchedule | None) -> Callable[[Array], Any]:
     """Return the schedule of the learning rate; one that is given replaces the optimizer's."""
     rate: Any = optimizer.learning_rate if learning_rate is None else learning_rate
     if not callable(rate):
@@ -95,9 +98,17 @@ class Given(NamedTuple):
     """The momenta in the state."""
 
     @classmethod
-    def of(cls, updates: PyTree, params: PyTree, momentum: PyTree, weight: Any, axis_name: str) -> Given:
+    def of(
+        cls,
+        updates: PyTree,
+        params: PyTree,
+        momentum: PyTree,
+        weight: jax.Array | float | None,
+        axis_name: str,
+    ) -> Given:
         """Take apart what a step was given, and check that all of it belongs together."""
         tree = Tree.of(updates, "updates")
+        require_own_values(tree, axis_name)  # before weights, which differ between devices
         gradients = list(map(jnp.asarray, tree.leaves))
         tensors = [] if params is None else list(map(jnp.asarray, tree.like(params, "params")))
         moments = tree.like(momentum, "momentum")

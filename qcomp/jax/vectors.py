@@ -49,7 +49,7 @@ def zeros_like(x: Array) -> Array:
 
 def correction(beta: float, count: Array) -> Array:
     """Return the bias correction 1 - beta^count of a traced count of updates, from a table as the core computes it."""
-    (found,) = bias_corrections([(beta, beta)], 0, [count])
+    (found,) = bias_corrections([(beta, beta)], 1, [count])
     return found
 
 

@@ -83,7 +83,8 @@ def local_params(params: PyTree, state: PyTree) -> PyTree:
     Raises
     ------
     ValueError
-        If the state has no ZeroOneAdamState inside, or several, or it holds the rows of several devices.
+        If the state has no ZeroOneAdamState inside, or several, as in an `optax.partition` with several labels; or if
+        it lacks some of these parameters, or has the rows of several devices.
 
     Examples
     --------
@@ -139,17 +140,20 @@ def zero_one_adam(
 
     Notes
     -----
-    The steps are those of `qcomp.ZeroOneAdam`, with the same bits, for any learning rate. The caller holds the common
-    parameters, those of the last synchronisation, which are the same on all devices; evaluate and save these. What
-    differs between devices is in ``state.apart``: their parameters, momenta and sums of momenta. These take 12 bytes
-    per float32 parameter on each device at all times, 4 more than in the core, as the common momentum has its own
-    array: JAX would not know that the device's own momenta are equal after a synchronisation. Messages are the core's.
+    The steps are those of `qcomp.ZeroOneAdam`, for any learning rate, with the same bits for parameters up to float32.
+    The caller holds the common parameters, those of the last synchronisation, which are the same on all devices;
+    evaluate and save these. What differs between devices is in ``state.apart``: their parameters, momenta and sums of
+    momenta. These take 12 bytes per float32 parameter on each device at all times, 4 more than in the core, as the
+    common momentum has its own array: JAX would not know that the device's own momenta are equal after a
+    synchronisation. Messages are the core's.
 
     If a gradient of any device is not finite in a step that sends, all devices skip the step: nothing changes but
     ``state.skipped``. In a step that sends nothing, a device with such a gradient repeats its momentum and counts it in
     ``state.apart.repeated``. A gradient counts as not finite if ``local`` is not what `local_params` returns.
 
-    No later transformation in a chain should scale the updates, since a device's own parameters do not see it.
+    Apply the updates to the common parameters only. No later transformation in a chain may change them, since a
+    device's own parameters do not see it. On another mesh, a state goes on from the last synchronisation, see the page
+    on JAX.
 
     Examples
     --------
@@ -179,13 +183,13 @@ def zero_one_adam(
         raise ValueError(
             f"optimizer has freeze={rule!r}; expected a number of steps or None on a mesh: {WHY}"
         )
-    steps = _Steps(mean_of(optimizer, axis_name), optimizer, rate_of(optimizer, learning_rate))
+    steps = _ZeroOneSteps(mean_of(optimizer, axis_name), optimizer, rate_of(optimizer, learning_rate))
     for name in ("variance_steps", "sync_steps"):
         jax.eval_shape(lambda step, name=name: steps.selects(name, step), jnp.int32(1))
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)
 
 
-class _Plan(NamedTuple):
+class _TracedPlan(NamedTuple):
     """What a step does, and the numbers that it needs; see `ZeroOneAdam.prepare`."""
 
     exact: Array
@@ -211,12 +215,12 @@ class _Plan(NamedTuple):
     """The bias correction of the variance, including the update by this step; 1 if it is frozen."""
 
 
-class _Begun(NamedTuple):
+class _ZeroOneInputs(NamedTuple):
     """A step's inputs; the elements of all parameters are one vector, since each operation takes compile time."""
 
     given: Given
     state: ZeroOneAdamState
-    plan: _Plan
+    plan: _TracedPlan
     gradient: Array
     params: Array
     momentum: Array
@@ -231,7 +235,7 @@ class _Begun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _ZeroOneSteps:
     """The steps of 0/1 Adam on a mesh."""
 
     mean: MeshMean
@@ -257,7 +261,7 @@ class _Steps:
         params: PyTree = None,
         *,
         local: PyTree = None,
-        weight: Any = None,
+        weight: jax.Array | float | None = None,
         **others: object,  # noqa: ARG002 - of other transformations in a chain
     ) -> tuple[PyTree, ZeroOneAdamState]:
         """Return the updates of the common parameters, and the state after the step."""
@@ -308,7 +312,7 @@ class _Steps:
         """Return whether a schedule of the settings selects a traced step."""
         return selected(name, getattr(self.optimizer, name), step) > 0
 
-    def _plan(self, state: ZeroOneAdamState, dtype: Any) -> _Plan:
+    def _plan(self, state: ZeroOneAdamState, dtype: Any) -> _TracedPlan:
         """Return the plan of the next step; see `ZeroOneAdam._plan_of`."""
         optimizer, rule = self.optimizer, self.optimizer.freeze
         count, rate = state.step + 1, self.rate(state.step)
@@ -336,11 +340,11 @@ class _Steps:
         of_sum = of_step._replace(rate=both, correction=of_both)
         correction = jnp.where(unfrozen, of_variance, 1)
         alone = ~exact & ~compressed & moves
-        return _Plan(
+        return _TracedPlan(
             exact, compressed, alone, freezes, ends, of_step, of_sum, weight, kept, weights, correction
         )
 
-    def _begun(self, given: Given, state: ZeroOneAdamState, local: PyTree) -> _Begun:
+    def _begun(self, given: Given, state: ZeroOneAdamState, local: PyTree) -> _ZeroOneInputs:
         """Return the inputs of a step; gradients at other parameters than the device's own become NaN."""
         tree, axis, apart = given.tree, self.mean.axis_name, state.stage == _APART
         own = [row[0] for row in tree.like(state.apart.params, "state.apart.params")]
@@ -354,16 +358,18 @@ class _Steps:
         own_momentum = jnp.where(apart, own_momentum, as_varying(momentum, axis))
         gradient = jnp.where(jnp.all(at == own_params), joined(given.gradients), jnp.nan)
         plan = self._plan(state, momentum.dtype)
-        return _Begun(given, state, plan, gradient, params, momentum, variance, own_params, own_momentum)
+        return _ZeroOneInputs(
+            given, state, plan, gradient, params, momentum, variance, own_params, own_momentum
+        )
 
-    def _exact_mean(self, begun: _Begun) -> tuple[Array, Array]:
+    def _exact_mean(self, begun: _ZeroOneInputs) -> tuple[Array, Array]:
         """Return the exact mean of the gradients, and whether it was accepted."""
         state, tree = begun.state, begun.given.tree
         gradients = cut_like(begun.gradient, tree.whole(begun.given.momentum))
         means, _, accepted = self.mean.average(gradients, state.residuals, state.step, exactly=True)
         return joined(tree.like(means, "means")), accepted
 
-    def _mean_of_sums(self, begun: _Begun, accepted: Array) -> tuple[Array, Residuals, Array]:
+    def _mean_of_sums(self, begun: _ZeroOneInputs, accepted: Array) -> tuple[Array, Residuals, Array]:
         """Return the mean of the sums of momenta, the residuals, and whether all means were accepted."""
         state, tree = begun.state, begun.given.tree
         momentum: Any = primitives.momentum(begun.own_momentum, begun.gradient, self.optimizer.betas[0], 1.0)
@@ -374,7 +380,7 @@ class _Steps:
         )
         return joined(tree.like(means, "means")), residuals, accepted
 
-    def _together(self, begun: _Begun, gradient: Array, sums: Array) -> tuple[Array, Array, Array]:
+    def _together(self, begun: _ZeroOneInputs, gradient: Array, sums: Array) -> tuple[Array, Array, Array]:
         """Return updates, momenta and variances after a step with these means; see `ZeroOneAdam.apply`."""
         plan, (beta1, beta2), warm = begun.plan, self.optimizer.betas, begun.state.stage == _WARM_UP
         of_sums: Any = primitives.rounded(divide(sums, plan.weights))
@@ -404,7 +410,7 @@ class _Steps:
         variance = jnp.where(plan.freezes & ~warm, divisor, variance)
         return update_of(direction, numbers.rate), momentum, variance
 
-    def _alone(self, begun: _Begun) -> Apart:
+    def _alone(self, begun: _ZeroOneInputs) -> Apart:
         """Return what this device has after a step of its own; see `ZeroOneAdam._local_step`."""
         state, plan = begun.state, begun.plan
         momentum: Any = primitives.momentum(begun.own_momentum, begun.gradient, self.optimizer.betas[0], 1.0)

@@ -54,7 +54,7 @@ class Muon(AveragingOptimizer):
     splits : mapping of str to int or sequence of int, default {}
         Patterns of the names of tensors that hold several matrices along the axis of the outputs, such as queries, keys
         and values, each with the number of equal parts, or the rows of each part: ``{"*qkv*": 3}``. 1 says that a
-        tensor is one matrix, whatever its shape and name suggest.
+        tensor is one matrix; with its whole name as the pattern, even if it looks like depthwise kernels.
     output_axis : {0, -1}, default 0
         The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional

@@ -58,6 +58,12 @@ def test_the_table_compares_at_the_best_rates_with_the_script_as_written(monkeyp
     assert cells["1 Gbit/s"].startswith("2.67: ")  # 600 / 450 of the steps, twice as fast
 
 
+def test_a_method_whose_best_rate_is_not_known_is_left_out():
+    rows = rows_of(AS_WRITTEN, {1e-3: 2.1, 3e-3: 2.0, 9e-3: 2.2})
+    assert "Muon" not in nanogpt.tables(rows + rows_of("muon_4_1", {1e-3: 2.5, 3e-3: 1.0}))
+    assert nanogpt.tables([]) == "Not measured yet."
+
+
 def test_a_method_that_misses_the_target_says_so(monkeypatch):
     monkeypatch.setattr(nanogpt, "CHOSEN", (AS_WRITTEN, "muon_4_1"))
     rows = rows_of(AS_WRITTEN, {1e-3: 2.1, 3e-3: 2.0, 9e-3: 2.2})

@@ -109,6 +109,7 @@ def test_a_rank_of_weight_0_may_have_no_finite_values():
         ((math.nan, math.inf), "weight of ranks 0 and 1 is not a finite number >= 0"),
         (("7", 1), "weight of rank 0 is not a finite number >= 0"),
         ((1, 10**400), "weight of rank 1 is not a finite number >= 0"),
+        ((np.float32(math.inf), np.float16(math.inf)), "weight of ranks 0 and 1 is not a finite number >= 0"),
         (
             (1, np.ones(())),
             r"rank 1 is not a finite number >= 0(: here it is array\(1\.\), an array: .* float\(\))?$",
@@ -123,6 +124,13 @@ def test_every_rank_hears_of_a_wrong_weight(of_ranks, told):
         return qcomp.weighted(np.ones(3), 1, comm).tolist()  # the communicator goes on
 
     assert run_local(2, rank_main) == [[1, 1, 1]] * 2
+
+
+def test_weights_in_half_precision_count_as_numbers():
+    """Also where a comparison with the largest float64 would overflow."""
+    weights = np.float16(1), np.float32(3)
+    found = run_local(2, lambda comm: qcomp.weighted(np.ones(1), weights[comm.rank], comm).item())
+    assert found == [0.5, 1.5]
 
 
 def test_a_weight_on_some_ranks_alone_is_refused():

@@ -233,6 +233,24 @@ except RuntimeError as error:
 """
     for (line,) in said(2, f"from torch.distributed.algorithms.join import Join\n{body}"):
         assert line.startswith("divide_by_initial_world_size is False, but means are over all ranks")
+        assert line.endswith("with Join([model], enable=False): pass")
+
+
+def test_a_hook_works_after_a_join_over_the_ranks_with_inputs_if_its_settings_are_reset(said):
+    """torch keeps the settings of a Join that has ended."""
+    body = """
+from torch.distributed.algorithms.join import Join
+model = wrapped()
+with Join([model], divide_by_initial_world_size=False):
+    for step in range(1 + me):
+        loss(model, step).backward()
+with Join([model], enable=False):
+    pass
+model.register_comm_hook(*ddp.hook(qcomp.QSGD(levels=7), model, exact=None))
+loss(model, 2).backward()
+say("ok")
+"""
+    assert said(2, body) == [["ok"]] * 2
 
 
 def test_unused_parameters_are_named_if_ddp_does_not_look_for_them(said):

@@ -754,6 +754,17 @@ class TestDoubts:
         assert self.convolutions(1, 1, 32, splits={"0": 1}) == ([], (False, True, False, False))
         assert self.convolutions(1, 32, others=("0",)) == ([], (True, False, False))
 
+    @pytest.mark.parametrize("splits", [{"?": 1}, {"[0-9]": 1}, {"?": 2}])
+    def test_a_pattern_for_several_names_leaves_depthwise_kernels_to_adamw(self, splits):
+        """``{"*qkv*": 3}`` also matches ``attn.qkv_dwconv.weight``."""
+        splits = {**splits, "linear": 1, "*": 1}
+        assert self.convolutions(3, 1, 32, splits=splits) == ([], (False, True, False, False))
+        (text,), exact = self.convolutions(1, 32, splits=splits)
+        assert "AdamW moves '0' of shape (32, 1, 3, 3)" in text
+        assert exact == (True, False, False)
+        named = {"1": 1, **splits}
+        assert self.convolutions(3, 1, 32, splits=named) == ([], (False, False, False, False))
+
     def test_names_that_only_look_alike(self):
         for name in ["attn.q_proj.weight", "main_proj.weight", "rwkv.key.weight", "w1", "conv12.weight"]:
             assert not self.told(name, (24, 8))

@@ -2,8 +2,8 @@
 
 import math
 import struct
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -79,9 +79,12 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
 def weight_stages(weight: float, size: int, like: Array) -> Stages[float]:
     """Return N w / (w_1 + ... + w_N) for this rank's weight w, as a generator of pure stages; see `weighted`."""
     given: Any = weight
-    # A Python int may be larger than any float.
-    fits = isinstance(given, Real) and 0.0 <= weight <= sys.float_info.max
-    own = float(given) if fits else math.nan
+    own = math.nan
+    if isinstance(given, Real):
+        with suppress(OverflowError):  # a Python int may be larger than any float
+            own = float(given)
+    fits = 0 <= own < math.inf
+    own = own if fits else math.nan
     arrived = yield AllGather(from_host_bytes(struct.pack("<d", own), like), (8,) * size)
     weights = [struct.unpack("<d", host_bytes(part))[0] for part in arrived]
     bad = [rank for rank, each in enumerate(weights) if math.isnan(each)]

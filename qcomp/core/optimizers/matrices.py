@@ -40,7 +40,9 @@ class Form(NamedTuple):
     parts: Parts = 1
     """The parts of each matrix along its outputs."""
     told: bool = False
-    """Whether users have said so, whatever the tensor's shape and name suggest."""
+    """Whether users have given the parts, whatever the tensor's shape and name suggest."""
+    told_whole: bool = False
+    """Whether users have said of this very tensor that it is one matrix, even if it looks depthwise."""
 
     def slice_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a slice, or of the tensor if it is no stack."""
@@ -62,7 +64,7 @@ class Form(NamedTuple):
 
     def suits(self, shape: tuple[int, ...]) -> bool:
         """Return whether Muon suits a tensor; it does not suit vectors, stacks of vectors and depthwise kernels."""
-        return self.may_suit(shape) and (self.told or not self.looks_depthwise(shape))
+        return self.may_suit(shape) and (self.told_whole or not self.looks_depthwise(shape))
 
     def may_suit(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor holds matrices or depthwise kernels."""
@@ -111,7 +113,9 @@ def forms_of(
     for name in names:
         parts = next((parts for pattern, parts in splits if fnmatchcase(name, pattern)), None)
         stacked = any(fnmatchcase(name, pattern) for pattern in stacks)
-        forms.append(Form(output_axis, stacked, 1 if parts is None else parts, parts is not None))
+        # A pattern such as "*" may not mean depthwise kernels.
+        told_whole = parts == 1 and (name, 1) in splits
+        forms.append(Form(output_axis, stacked, 1 if parts is None else parts, parts is not None, told_whole))
     return tuple(forms)
 
 
@@ -227,7 +231,7 @@ def warn_of_first_convolution(
     if not kernels or (len(kernels) > 1 and all(form.looks_depthwise(t.shape) for t, form, _ in kernels)):
         return
     first, form, is_chosen = kernels[0]
-    if form.looks_depthwise(first.shape) and not form.told and not is_chosen:
+    if not form.suits(first.shape) and not is_chosen:
         warn_caller(
             f"AdamW moves {_shown([first])}, which may be a depthwise convolution: if it is an ordinary one with one "
             f"input channel, as for grey images, pass splits={{{first.name!r}: 1}}, and Muon moves it; if AdamW is to "

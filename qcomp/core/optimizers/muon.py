@@ -96,7 +96,7 @@ class Muon(Optimizer):
         as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
         `Tensor` of the model whether AdamW moves it. AdamW always moves tensors with fewer than two dimensions, or with
         one row or one column, and the kernels of depthwise convolutions. The latter have one input channel; so has the
-        first convolution of a network for grey images, which Muon moves if ``splits`` names it.
+        first convolution of a network for grey images, which Muon moves with ``splits={name: 1}``.
     stacks : sequence of str, default ()
         Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that are
         scanned: each slice along the first axis is a matrix of its own. Each pattern must match a tensor that Muon
@@ -105,9 +105,10 @@ class Muon(Optimizer):
         Patterns of the names of tensors that hold several matrices side by side, such as queries, keys and values. Each
         pattern maps to the number of equal parts along the axis of the outputs, or to the rows of each part. Each part
         is a matrix of its own. The first pattern that matches counts, and each pattern must match a tensor that Muon
-        orthogonalises. 1 says that a tensor is one matrix, even if it looks like the kernels of a depthwise
-        convolution, and silences the warnings about its shape and name. If a model stores queries, keys and values head
-        by head, give 3 times the number of heads: each part then holds the queries, keys or values of one head.
+        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings that it may hold several. With its
+        whole name as the pattern, Muon moves it even if it looks like the kernels of a depthwise convolution. If a
+        model stores queries, keys and values head by head, give 3 times the number of heads: each part then holds the
+        queries, keys or values of one head.
     momentum : float, default 0.95
         Decay rate of the momentum of the matrices, from 0 to below 1.
     nesterov : bool, default True

@@ -104,7 +104,8 @@ class BucketedStep:
         if counts_ranks_with_inputs(self._model):
             raise RuntimeError(
                 "divide_by_initial_world_size is False, but means are over all ranks, also over those without inputs: "
-                "leave it out of Join or model.join(), which makes it True"
+                "leave it out of Join or model.join(), which makes it True. If the Join has ended already, torch keeps "
+                "its settings: reset them first: with Join([model], enable=False): pass"
             )
         gradients = self.params.gradients_in(bucket)
         if not self.running.expects([number for number, _ in gradients]):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.testing import assert_allclose
 
 import qcomp
@@ -132,6 +132,29 @@ class TestInOptax:
         run = jax.shard_map(mean, mesh=mesh_of(2), in_specs=(ALL, specs), out_specs=(ALL, specs))
         with pytest.raises(ValueError, match=r"'w' has the same values on all devices .*pcast"):
             jax.jit(run)(tree, state)
+
+    @pytest.mark.parametrize("kind", ["onebit_adam", "zero_one_adam"])
+    def test_a_weight_does_not_hide_gradients_already_summed_by_jax(self, kind):
+        """Weighted gradients differ between devices, also if JAX has summed them."""
+        optimizer = qcomp.ZeroOneAdam(learning_rate=0.1, exact=None, nonfinite="skip")
+        makers = {
+            "onebit_adam": lambda: qcomp.jax.optax.onebit_adam(0.1, 2, "data", exact=None),
+            "zero_one_adam": lambda: qcomp.jax.optax.zero_one_adam(optimizer, "data"),
+        }
+        tx, params = makers[kind](), {"w": jnp.ones(32)}
+        with jax.set_mesh(mesh_of(2)):
+            state = tx.init(params)
+
+        def step(gradients, state, weight):
+            local = {} if kind == "onebit_adam" else {"local": qcomp.jax.optax.local_params(params, state)}
+            return tx.update(gradients, state, params, weight=weight[0], **local)
+
+        specs = qcomp.jax.partition_specs(state, "data")
+        run = jax.shard_map(
+            step, mesh=mesh_of(2), in_specs=(ALL, specs, PartitionSpec("data")), out_specs=(ALL, specs)
+        )
+        with pytest.raises(ValueError, match=r"'w' has the same values on all devices .*pcast"):
+            jax.jit(run)(params, state, jnp.ones(2))
 
     @pytest.mark.exhaustive
     def test_a_refused_step_of_one_bit_adam_changes_nothing(self):
