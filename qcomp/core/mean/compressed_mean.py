@@ -328,10 +328,7 @@ class CompressedMean:
     def zeros(
         self, tensors: Sequence[Array], *, rank: int, size: int, nodes: tuple[int, ...] = ()
     ) -> MeanState:
-        """Return a rank's state with residuals of zero, without an exchange.
-
-        ``nodes`` is the node of each rank, as `node_stages` returns it; by default each rank is a node of its own.
-        """
+        """Return a rank's state with residuals of zero, without an exchange; ``nodes`` is as in `layout`."""
         shapes = tuple(tuple(t.shape) for t in tensors)
         mean = self.chosen(shapes, size, nodes)
         if not self.keeps_residuals or mean.resolved.is_exact_on(Nodes.of(size, nodes)):
@@ -485,10 +482,7 @@ class CompressedMean:
         return means if isinstance(x, list | tuple) else means[0], state
 
     def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
-        """Return the rounds of one call, for callers that interleave several means; see `stages`.
-
-        The tensors are dense and detached from automatic differentiation.
-        """
+        """Return the rounds of one call with dense, detached tensors, for callers that interleave means."""
         mean = self if self.topology != AUTO else self.within(state.topology)
         self._require_terms(terms, len(tensors))
         resolved = mean.resolved

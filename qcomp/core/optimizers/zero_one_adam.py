@@ -455,11 +455,7 @@ class ZeroOneAdam(Optimizer):
         return ("momentum", "pending") if stage == "local" else ()
 
     def limits(self, state: OptimizerState) -> Mapping[str, Number]:
-        """Return the limits of ``state.numbers``, by key.
-
-        Steps and counts of updates are at most the current step. Sums of rates and weights are not negative, and are
-        above 0 in the stage "local".
-        """
+        """Return the limits of ``state.numbers``: counts up to the step, and sums from 0, or above 0 in "local"."""
         until_now = Number(least=0, most=state.step, whole=True)
         warmup = state.stage == "warmup"  # a freeze ends it
         updates = until_now._replace(least=0 if warmup else 1)
