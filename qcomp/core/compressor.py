@@ -210,7 +210,7 @@ class Compressor(ABC):
         own.require_own(payload, like, "like")
         if out is not None:
             require_like(out, like)
-        return primitives.decode(own, payload, like, out=out)  # type: ignore[return-value]  # see Kind
+        return primitives.decode(own, payload, like, out=out)  # type: ignore[return-value]  # of the library of like, see Kind
 
     def add(self, payload: Payload, total: Kind) -> Kind:
         """Return ``total`` plus the decompressed payload; ``total`` is overwritten if it is mutable.
@@ -225,7 +225,7 @@ class Compressor(ABC):
         require_dense(total, "total")
         own = self.for_shape(tuple(total.shape))
         own.require_own(payload, total, "total")
-        return primitives.decode(own, payload, total, out=total, accumulate=True)  # type: ignore[return-value]  # see Kind
+        return primitives.decode(own, payload, total, out=total, accumulate=True)  # type: ignore[return-value]  # of the library of like, see Kind
 
     def require_own(self, payload: Payload, like: Array, argument: str) -> None:
         """Raise `PayloadError` unless this compressor makes such payloads from arrays like ``like``.

@@ -89,7 +89,7 @@ def compensated(
     (x,) = detached([x])
     encoded = primitives.encode(compressor, x, residual, key, out=out)
     primitives.require_accepted(compressor, encoded)
-    return compressor.payload(x, encoded.data), encoded.residual  # type: ignore[return-value]  # see Kind
+    return compressor.payload(x, encoded.data), encoded.residual  # type: ignore[return-value]  # of the library of like, see Kind
 
 
 def require_contraction(compressor: Compressor) -> None:

@@ -245,20 +245,20 @@ def test_bits_per_element(compressor, bits_per_element):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("kind", "settings", "message"),
     [
-        (lambda: qcomp.ScaledSign(bucket_size=12), "bucket_size is 12; expected a power of two"),
-        (lambda: qcomp.ScaledSign(scale="l3"), "scale is 'l3'; expected"),  # type: ignore[arg-type]  # wrong on purpose
-        (lambda: qcomp.QSGD(levels=0), "levels is 0; expected an integer from 1 to 127"),
-        (lambda: qcomp.QSGD(levels=128), "levels is 128"),
-        (lambda: qcomp.QSGD(norm="l1"), "norm is 'l1'"),  # type: ignore[arg-type]  # wrong on purpose
-        (lambda: qcomp.MinMaxUInt8(bucket_size=1 << 17), "expected at most 65536"),
-        (lambda: qcomp.Cast("float8"), "dtype is 'float8'"),  # type: ignore[arg-type]  # wrong on purpose
+        (qcomp.ScaledSign, {"bucket_size": 12}, "bucket_size is 12; expected a power of two"),
+        (qcomp.ScaledSign, {"scale": "l3"}, "scale is 'l3'; expected"),
+        (qcomp.QSGD, {"levels": 0}, "levels is 0; expected an integer from 1 to 127"),
+        (qcomp.QSGD, {"levels": 128}, "levels is 128"),
+        (qcomp.QSGD, {"norm": "l1"}, "norm is 'l1'"),
+        (qcomp.MinMaxUInt8, {"bucket_size": 1 << 17}, "expected at most 65536"),
+        (qcomp.Cast, {"dtype": "float8"}, "dtype is 'float8'"),
     ],
 )
-def test_bad_parameters_are_named(make, message):
+def test_bad_parameters_are_named(kind, settings, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        kind(**settings)
 
 
 def test_out_receives_the_result_and_is_checked():

@@ -46,7 +46,7 @@ class Identity(Compressor):
     def decompress(self, payload: Payload, *, like: Kind, out: Kind | None = None) -> Kind:
         """Return a copy of the values; see `Compressor.decompress`."""
         values = super().decompress(payload, like=like, out=out)
-        return values if out is not None else _copied(values)  # type: ignore[return-value]  # see Kind
+        return values if out is not None else _copied(values)  # type: ignore[return-value]  # of the library of like, see Kind
 
     @property
     def fields_by_bucket(self) -> bool:
