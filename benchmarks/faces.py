@@ -175,7 +175,7 @@ def train_mesh(out: Path, ranks: int) -> None:
 def recorded(update: Any, *args: Any) -> Any:
     """Return the result of an update, the messages of its two exchanges, and their lengths.
 
-    Warm-up and compressed steps are branches of one `jax.lax.cond`, so each branch must return its messages.
+    Warm-up and compressed steps are branches of one `jax.lax.switch`, so each branch must return its messages.
     """
     import jax
     import jax.numpy as jnp
@@ -183,7 +183,7 @@ def recorded(update: Any, *args: Any) -> Any:
     from qcomp.jax import spmd
 
     lax: Any = jax.lax
-    cond, answer = lax.cond, spmd._answer
+    switch, answer = lax.switch, spmd._answer
     sent: list[Array] = []
     handed: list[Any] = []
 
@@ -203,18 +203,15 @@ def recorded(update: Any, *args: Any) -> Any:
 
         return call
 
-    def cond_of_step(chosen: Any, *branches: Any, **options: Any) -> Any:
-        if len(branches) != 2 or handed:
-            return cond(chosen, *branches, **options)
-        handed.append("begun")
-        result, *handed[:] = cond(chosen, *map(branch, branches), **options)
+    def switch_of_step(chosen: Any, branches: Any) -> Any:
+        result, *handed[:] = switch(chosen, [branch(function) for function in branches])
         return result
 
-    lax.cond, spmd._answer = cond_of_step, keep
+    lax.switch, spmd._answer = switch_of_step, keep
     try:
         result = update(*args)
     finally:
-        lax.cond, spmd._answer = cond, answer
+        lax.switch, spmd._answer = switch, answer
     return result, *handed
 
 
