@@ -8,7 +8,8 @@ determine which one is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qcomp import _deprecations, backends, checkpoint, feedback, topologies
+from qcomp import backends, checkpoint, feedback, topologies
+from qcomp.core import deprecations as _deprecations
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors import (
     QSGD,

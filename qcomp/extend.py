@@ -37,7 +37,6 @@ Examples
 
 from typing import Any
 
-from qcomp._deprecations import former
 from qcomp.comm.base import Communicator
 from qcomp.comm.buffers import from_host, stage_exchange, to_host
 from qcomp.comm.verbs import Completed, Pending, Verbs
@@ -45,6 +44,7 @@ from qcomp.core import primitives
 from qcomp.core.checkpoint.schema import Number
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.bucketed import BucketedCompressor
+from qcomp.core.deprecations import former
 from qcomp.core.errors import CommunicatorError, MismatchError, NonFiniteError, PayloadError
 from qcomp.core.handshake import handshake, handshake_stages
 from qcomp.core.kernels import (

@@ -10,7 +10,7 @@ from qcomp.cli.selection import compressors_of
 from qcomp.core.compressors.identity import Identity
 from qcomp.core.kernels import chosen
 from qcomp.core.numeric.arrays import array_namespace
-from qcomp.core.rehearsal import rehearse
+from qcomp.core.primitives.rehearsal import rehearse
 
 EPILOG = """
 Kernels are compiled when they are first needed, which takes seconds to a minute. They are kept in a cache on disk;

@@ -101,9 +101,9 @@ class KernelSet(Protocol):
     them, for instance because arrays have different dtypes, it writes nothing and returns None. It never gets a
     compressor that has a coder, only the plain compressor whose payloads the coder shortens.
 
-    A set whose kernels are compiled once for all shapes has the attribute ``any_shape = True``: `qcomp.core.rehearsal`
-    then calls them before training begins. A set whose encoders apply ``factor`` and ``weight`` of a `Blend` has the
-    attribute ``weighs_blends = True``; other sets get only blends in which both are 1.
+    A set whose kernels are compiled once for all shapes has the attribute ``any_shape = True``:
+    `qcomp.core.primitives.rehearsal` then calls them before training begins. A set whose encoders apply ``factor`` and
+    ``weight`` of a `Blend` has the attribute ``weighs_blends = True``; other sets get only blends in which both are 1.
     """
 
     name: str

@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from qcomp.core.compressor import Compressor
 from qcomp.integrations.ddp import HookState, hook
-from qcomp.torch.parameters import mark_of
+from qcomp.integrations.ddp.parameters import mark_of
 
 __all__ = ["AttachOptimizer", "CompressGradients"]
 

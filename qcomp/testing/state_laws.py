@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-import qcomp
 from qcomp.core.numeric.arrays import is_mutable
 from qcomp.core.numeric.random import Key
 from qcomp.core.registry import compressor as from_spec
@@ -194,7 +193,7 @@ class FilesOfAuthor:
         self._package = cls.__module__.partition(".")[0]
         paths = sysconfig.get_paths()
         libraries = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-        self._libraries = ("<frozen", str(Path(qcomp.__file__).parent), *libraries)
+        self._libraries = ("<frozen", str(Path(__file__).parents[1]), *libraries)
 
     def has(self, frame: FrameType) -> bool:
         """Return whether the code of a frame is the author's."""

@@ -28,8 +28,8 @@ from qcomp.core.policies.exact_below import Tensor
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.before_steps import BeforeSteps
 from qcomp.integrations.ddp.gradient_mean import GradientMean
+from qcomp.integrations.ddp.parameters import mark_of
 from qcomp.torch.fsdp_units import Unit
-from qcomp.torch.parameters import mark_of
 
 if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
     raise ImportError(

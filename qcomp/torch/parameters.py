@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,10 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from qcomp.core.numeric.arrays import host_bytes, sharing
+from qcomp.core.numeric.arrays import sharing
 from qcomp.integrations.ddp.parameters import averaged_by, plain_name
-
-_ROW = 1 << 12
 
 
 def inside_wrapper(optimizer: Any) -> Any:
@@ -110,13 +107,3 @@ def plain_products(like: torch.Tensor) -> Any:
     """Return a context in which autocast does not lower the precision of products, on the device of ``like``."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def mark_of(x: torch.Tensor) -> int:
-    """Return a hash of all bits of a tensor, 64 bits long, computed by sums on its device."""
-    kinds = {1: torch.int8, 2: torch.int16}
-    bits = x.contiguous().flatten().view(kinds.get(x.dtype.itemsize, torch.int32))
-    whole = len(bits) // _ROW * _ROW
-    rows = bits[:whole].view(-1, _ROW)
-    sums = torch.cat([rows.sum(0), rows.sum(1), bits[whole:].long()])
-    return int.from_bytes(hashlib.sha256(host_bytes(sums)).digest()[:8], "little")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from qcomp.core.reporting import warn_caller
+from qcomp.integrations.ddp.parameters import mark_of
 from qcomp.torch.buffers import own_part
 from qcomp.torch.optimizer import AveragingOptimizer
-from qcomp.torch.parameters import mark_of
 
 Place = tuple[int, tuple[str | int, ...]]
 """The number of an optimizer, and the keys to an entry in the state of each of its parameters."""

@@ -140,9 +140,7 @@ def forbidden_imports(source: str, *, package: tuple[str, ...]) -> list[str]:
             continue
         for name in names:
             top = name.partition(".")[0]
-            own = name in ("qcomp.core", "qcomp.version", "qcomp._deprecations") or name.startswith(
-                "qcomp.core."
-            )
+            own = name in ("qcomp.core", "qcomp.version") or name.startswith("qcomp.core.")
             if not own and (top not in ALLOWED or top in NO_IO):
                 found.append(name)
     return found

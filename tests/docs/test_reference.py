@@ -11,7 +11,7 @@ from tests.docs.pages import DOCS
 for module in ("qcomp.jax.optax", "qcomp.torch.fsdp", "qcomp.torch.ft"):
     pytest.importorskip(module, exc_type=ImportError)
 
-INTERNAL = {"_deprecations", "cli", "copies", "core", "private_names", "version", "__main__"}
+INTERNAL = {"cli", "copies", "core", "private_names", "version", "__main__"}
 """Modules at the top of the package that are not public: commands, and the parts of its public modules."""
 
 

@@ -10,8 +10,8 @@ import pytest
 from packaging.version import Version
 
 import qcomp
-from qcomp import _deprecations
-from qcomp._deprecations import FORMER, Former
+from qcomp.core import deprecations
+from qcomp.core.deprecations import FORMER, Former
 from tests import record_golden, record_vectors, releases
 from tests.golden.names import FRAMEWORKS
 from tests.golden.test_golden import OPTIONAL, in_root
@@ -36,7 +36,7 @@ CURRENT = f"v{qcomp.__version__}"
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
     """Make this process forget of what it has warned."""
-    monkeypatch.setattr(_deprecations, "_told", set())
+    monkeypatch.setattr(deprecations, "_told", set())
 
 
 def reach(name):
@@ -207,7 +207,7 @@ def test_a_warning_in_another_file_or_a_second_one_is_noticed(monkeypatch):
     def told(old):
         warnings.warn(f"{old} is old", DeprecationWarning, stacklevel=1)
 
-    monkeypatch.setattr(_deprecations, "_tell", told)
+    monkeypatch.setattr(deprecations, "_tell", told)
     assert list(faults("qcomp.extend.Partial", *FORMER["qcomp.extend.Partial"])) == [
         "does not warn of itself at the user's line",
         "warns again",

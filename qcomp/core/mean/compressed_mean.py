@@ -57,7 +57,7 @@ from qcomp.core.numeric.arrays import (
     vectors_of,
 )
 from qcomp.core.numeric.random import Key, require_key
-from qcomp.core.rehearsal import rehearse
+from qcomp.core.primitives.rehearsal import rehearse
 
 __all__ = [
     "EXACT",

@@ -44,7 +44,7 @@ from qcomp.core.optimizers.makers import maker, require_maker
 from qcomp.core.optimizers.own_counts import limits_of_own, with_numbers_of
 from qcomp.core.optimizers.tensors import as_given, as_tensors, require_whole
 from qcomp.core.policies.patterns import require_matches
-from qcomp.core.rehearsal import rehearse
+from qcomp.core.primitives.rehearsal import rehearse
 from qcomp.core.settings import plain_numbers
 from qcomp.core.state import OptimizerState
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from qcomp._deprecations import FormerAttribute
 from qcomp.core.checkpoint.format import MAKER, SERVER, WORKER
 from qcomp.core.checkpoint.schema import Number, shown
 from qcomp.core.compressor import Compressor
 from qcomp.core.compressors.identity import Identity
+from qcomp.core.deprecations import FormerAttribute
 from qcomp.core.mean.averaging import Averaging
 from qcomp.core.numeric.arrays import Array, array_namespace, device, to_compute_dtype
 from qcomp.core.optimizers.base import Optimizer
