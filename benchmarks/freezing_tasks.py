@@ -263,17 +263,22 @@ def drifts() -> dict[str, Drift]:
             200,
             1000,
         ),
-        "curvature over 100 at step 300": (
+        "curvature divided by 100 at step 300": (
             quadratic(lambda t: 0.01 if t >= 300 else 1.0),
             constant,
             200,
             2000,
         ),
-        "a tenth of the elements begins at step 250": (
+        "gradients of a tenth of the elements are 0 before step 250": (
             quadratic(lambda t: 1.0 if t >= 250 else np.where(late, 0.0, 1.0)),
             constant,
             200,
             1000,
         ),
-        "the rate rises until step 600, frozen at 50": (TASKS["language model of bytes"], rises, 50, 2000),
+        "the learning rate rises until step 600; the freeze is at step 50": (
+            TASKS["language model of bytes"],
+            rises,
+            50,
+            2000,
+        ),
     }

@@ -28,7 +28,7 @@ class Peers:
         self._streams = streams
 
     async def exchange(self, request: extend.Exchange) -> list[Any]:
-        """Send each rank its buffer and return one from each, in the library of the sent buffers."""
+        """Send each rank its buffer, and return a buffer from each, in the library of the sent buffers."""
         to_each = isinstance(request, extend.AllToAll)
         send: Any = request.send if to_each else (request.send,) * self.size
         async with asyncio.TaskGroup() as both:  # if ranks sent first and received later, all could block

@@ -151,7 +151,7 @@ def dense(c: Any, source: Source, counts: list[int], padded: list[int], rounded:
 
 
 def read(blob: bytes, dtype: str = "") -> tuple[str, str, list[float]]:
-    """Return the spec string, the dtype and the values of a payload file, in its own dtype or another."""
+    """Return the spec string, the dtype and the values of a payload file, in the file's dtype or another."""
     require(len(blob) >= 24, "the header is too short")
     magic, version, number, s, n, length = struct.unpack_from("<4sBBHQQ", blob)
     require(magic == b"QCMP" and version == 1 and number < 2, "this is no payload of version 1")

@@ -152,7 +152,7 @@ _RARE = {"Diagnostics": "core.diagnostics", "OuterLoop": "core.outer.loop", "wei
 
 
 def __getattr__(name: str) -> Any:
-    """Import rarely used names and subpackages, some of which need an array library, on first use; serve old names."""
+    """Import rarely used names and subpackages on first use, since some need an array library; serve old names."""
     if name in _RARE:
         return getattr(import_module(f"qcomp.{_RARE[name]}"), name)
     if name in _SUBPACKAGES:

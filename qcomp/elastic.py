@@ -1,4 +1,4 @@
-"""Elastic steps: ranks may die, leave and join, and the others go on."""
+"""Elastic training: the remaining ranks go on if ranks die or leave, and new ranks may join."""
 
 from qcomp.core.elastic.recovery import Elastic, ElasticState, Snapshot
 

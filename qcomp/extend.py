@@ -5,13 +5,14 @@ Each name is defined and documented elsewhere in qcomp. Code that imports only f
 
 A compressor is a frozen dataclass that subclasses `Compressor`, or `BucketedCompressor` if each bucket has a few scales
 and each element a small code. It declares its `Traits` and a `PayloadSpec` of `Field` objects, and draws random numbers
-with `draws16` from a `Key`; if a payload sends `stream_of` the key, `draws16_again` repeats them in `decode`.
-`array_namespace` returns an array's library; `bitcast`, `divide`, `sqrt` and the sums return the same bits in every
-library. `register_compressor`, or an entry point in the group ``qcomp.compressors``, makes its name known.
+with `draws16` from a `Key`; a payload may send `stream_of` the key, so that `decode` can repeat the draws with
+`draws16_again`. `array_namespace` returns an array's library; `bitcast`, `divide`, `sqrt` and the sums return the same
+bits in every library. `register_compressor`, or an entry point in the group ``qcomp.compressors``, makes the
+compressor's name known.
 
 A topology is a subclass of `Topology`. It turns `Operands` into a `Layout`, and a `Call` into an `Averaged` with the
 help of `Codec` and `Verdicts`. `register_topology`, or an entry point in the group ``qcomp.topologies`` that names the
-class or an instance, makes its name known.
+class or an instance, makes the topology's name known.
 
 A kernel set is a `KernelSet` that implements some or all of the kernels. Packages list it in the entry point group
 ``qcomp.kernels``.

@@ -1,4 +1,4 @@
-"""The like of Accelerate's complete examples: prepare, accumulate, clip, evaluate everywhere, save and skip batches.
+"""A script like Accelerate's complete examples: prepares, accumulates, clips, evaluates on all ranks, saves, resumes.
 
 torchrun --nproc-per-node 2 accelerate_loop.py --output_dir out
 torchrun --nproc-per-node 2 accelerate_loop.py --output_dir out --resume_from_checkpoint out/step_200

@@ -1,4 +1,4 @@
-"""The like of DINO's main_dino.py: a teacher that follows by moving averages, schedules per iteration, a frozen head.
+"""A script like DINO's main_dino.py: a teacher that is a moving average, schedules per iteration, a frozen head.
 
 torchrun --nproc-per-node 2 dino.py --output_dir out
 """

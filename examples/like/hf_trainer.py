@@ -1,4 +1,4 @@
-"""The like of a script for the Trainer of Hugging Face: a language model, checkpoints every so often, gradients clipped.
+"""A script like many for the Trainer of Hugging Face: a language model, regular checkpoints, clipped gradients.
 
 torchrun --nproc-per-node 2 hf_trainer.py --output_dir out
 torchrun --nproc-per-node 2 hf_trainer.py --output_dir out --resume_from_checkpoint out/checkpoint-150

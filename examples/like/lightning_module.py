@@ -1,4 +1,4 @@
-"""The like of a Lightning script: automatic optimization, a schedule for each step, clipping, checkpoints within epochs.
+"""A script like many for Lightning: automatic optimization, a schedule per step, clipping, checkpoints within epochs.
 
 torchrun --nproc-per-node 2 lightning_module.py --root out
 torchrun --nproc-per-node 2 lightning_module.py --root out --ckpt_path out/last.ckpt

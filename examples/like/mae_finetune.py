@@ -1,4 +1,4 @@
-"""The like of MAE's main_finetune.py: layer-wise learning rates set in every iteration, a scaler that also clips.
+"""A script like MAE's main_finetune.py: layer-wise learning rates set in every iteration, a scaler that also clips.
 
 torchrun --nproc-per-node 2 mae_finetune.py --output_dir out
 torchrun --nproc-per-node 2 mae_finetune.py --output_dir out --resume out/checkpoint.pth

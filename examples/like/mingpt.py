@@ -1,4 +1,4 @@
-"""The like of minGPT's Trainer under DistributedDataParallel: a class that trains, and snapshots of rank 0.
+"""A script like minGPT's Trainer under DistributedDataParallel: a class that trains, and snapshots of rank 0.
 
     torchrun --nproc-per-node 2 mingpt.py --snapshot_path snapshot.pt
 

@@ -1,4 +1,4 @@
-"""The like of an MPI program in NumPy: a network by hand, Allreduce of the gradients, Adam, and a file of rank 0.
+"""A script like MPI programs in NumPy: a network written by hand, Allreduce of the gradients, Adam, a file of rank 0.
 
 mpirun -n 2 python mpi_adam.py --out out
 mpirun -n 2 python mpi_adam.py --out out --resume out/checkpoint.npz

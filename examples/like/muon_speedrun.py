@@ -1,4 +1,4 @@
-"""The like of Keller Jordan's speed runs: Muon for hidden matrices, Adam for the rest, gradients averaged by hand.
+"""A script like Keller Jordan's speed runs: Muon for hidden matrices, Adam for the rest, gradients averaged by hand.
 
 torchrun --nproc-per-node 2 muon_speedrun.py --out out
 torchrun --nproc-per-node 2 muon_speedrun.py --out out --resume out/state.pt

@@ -1,4 +1,4 @@
-"""The like of nanoGPT's train.py: settings are globals, and rank 0 evaluates and saves.
+"""A script like nanoGPT's train.py: settings are globals, and rank 0 evaluates and saves.
 
 torchrun --nproc-per-node 2 nanogpt.py --max_iters=300
 torchrun --nproc-per-node 2 nanogpt.py --init_from=resume

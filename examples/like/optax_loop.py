@@ -1,4 +1,4 @@
-"""The like of a training loop with optax: one program on all devices, pmean of the gradients, process 0 saves.
+"""A script like training loops with optax: one program on all devices, pmean of the gradients, process 0 saves.
 
 python optax_loop.py --out out --devices 2
 python optax_loop.py --out out --devices 2 --resume out/checkpoint.pkl

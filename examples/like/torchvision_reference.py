@@ -1,4 +1,4 @@
-"""The like of torchvision's references/classification/train.py: epochs, a warm-up, amp, evaluation on all ranks.
+"""A script like torchvision's references/classification/train.py: epochs, warm-up, amp, evaluation on all ranks.
 
 torchrun --nproc-per-node 2 torchvision_reference.py --output-dir out
 torchrun --nproc-per-node 2 torchvision_reference.py --output-dir out --resume out/checkpoint.pth

@@ -91,7 +91,7 @@ class Trainer:
         return len(self.history.losses)
 
     def step(self) -> float:
-        """Do one step and return this rank's training loss before it."""
+        """Make one step, and return this rank's training loss before the step."""
         start = time.perf_counter()
         self.history.warmup_steps += self.state.stage == "warmup"
         key = (self.settings.seed, self.comm.rank, self.completed)

@@ -90,7 +90,7 @@ def choose(x: Array) -> KernelSet | None:
 
 
 def choose_coders(by_setting: bool) -> Coders | None:
-    """Return the compiled coders, or None for the pure ones: without numba, or if the setting is ``"pure"``."""
+    """Return the compiled coders; without numba, or if the setting is ``"pure"``, None, which selects the pure ones."""
     if by_setting and _setting()[0] == "pure":
         return None
     try:
@@ -180,8 +180,7 @@ def _best(x: Array) -> KernelSet | None:
 _told: set[str] = set()
 
 _LARGE = 10_000
-"""The fewest elements of an array whose slow compression is worth a warning: optimizers compress such tensors by
-default."""
+"""A smaller array of float64 causes no warning. By default, optimizers do not compress smaller tensors."""
 
 
 def _warn_of_float64(x: Array) -> None:
@@ -193,8 +192,8 @@ def _warn_of_float64(x: Array) -> None:
         _warn_once(
             "float64",
             f"{kind[0]} arrays of float64 on {kind[1]} are compressed",
-            "kernels take a twentieth of the time, but exist for float32 only; convert the arrays if float32 is "
-            "precise enough",
+            "kernels take a twentieth of the time, but there are none for float64; convert the arrays to float32 if "
+            "that is precise enough",
         )
 
 

@@ -1,4 +1,4 @@
-"""Folders that only this user can write to, for copies and for compiled kernels: loading a kernel runs its code."""
+"""Folders for kept copies and for compiled kernels. Only this user can write there: loading a kernel runs its code."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ def private_folder(name: str) -> Path:
 
 
 def made_private(*folders: Path) -> None:
-    """Make folders, each inside the one before, that only this user can read or write; raises like `private_folder`."""
+    """Make nested folders, outermost first, that only this user can read or write; raises as `private_folder` does."""
     for each in folders[0].parents:
         mode = each.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

@@ -37,7 +37,8 @@ BUILT_IN = {
         "qcomp.backends.jax_xla", "jax", frozenset({("jax", "cpu"), ("jax", "cuda"), ("jax", "tpu")})
     ),
 }
-"""This package's kernel sets. Sets of other packages, found by the entry points ``qcomp.kernels``, serve on request."""
+"""This package's kernel sets. The sets of other packages, found by the entry points ``qcomp.kernels``, are used only on
+request."""
 
 
 CODERS = "qcomp.backends.numba_cpu.coding_set"
@@ -81,7 +82,7 @@ def _imported(name: str, module: str) -> Any:
 
 @contextmanager
 def _named_print() -> Iterator[None]:
-    """Give a script's replacement of ``print`` the name and module of ``print`` itself.
+    """If a script has replaced ``print``, give the replacement the name and module of the builtin for a while.
 
     Scripts replace ``print`` so that only rank 0 prints. During its import, numba looks builtins up by name and module.
     """

@@ -1,4 +1,4 @@
-"""`Copies`: each rank's data in the memory of two nodes, from which a killed job goes on."""
+"""`Copies`: keeps each rank's data in the memory of two nodes, so that a killed job can go on from there."""
 
 import io
 import json
@@ -56,9 +56,9 @@ class Copies:
     """Copies of each rank's data, from which a killed job goes on without a disk that all nodes share.
 
     Every few steps each rank writes its part, that is, its parameters and its own state, to a folder in its node's
-    memory that outlives processes. It also sends the part to a rank on the next node, which writes it too. When the job
-    is started again, as by ``torchrun --max-restarts``, `newest` returns the parts of the last copy, even if a node has
-    since lost its memory. So at most ``every`` steps are repeated, with the same bits.
+    memory that outlives processes. It also sends the part to a rank on the next node, which writes it there. When the
+    job is started again, as by ``torchrun --max-restarts``, `newest` returns the parts of the last copy, even if a node
+    has since lost its memory. So at most ``every`` steps are repeated, with the same bits.
 
     The constructor and all methods are collective: all ranks call them, in the same order. If a rank fails, all raise.
 

@@ -77,7 +77,7 @@ class Saves:
 
         A rank cannot ask the others, since it may be the only one that saves. So it counts its saves in the counter
         that all ranks share, if its communicator has ``count``. When it saves again after a later exchange of all
-        ranks, the count of the earlier save is complete. A framework that saves only one rank's state is recognized at
+        ranks, the count of the earlier save is complete. A framework that saves only one rank's state is recognised at
         once. ``within`` is the number of steps that an exchange may span.
         """
         if state.size == 1 or self._is_gathered or self._has_warned:

@@ -16,7 +16,7 @@ from qcomp.core.numeric.arrays import from_host_bytes, host_bytes
 _LIKE = np.empty(0, dtype=np.uint8)
 _ADVICE = "call it on all ranks after the same steps"
 _ANNOUNCED = 5.0
-"""Seconds in which another signal repeats the first: one from the scheduler, and one that a launcher passes on."""
+"""Seconds in which a further signal repeats the first: the scheduler sends one, and a launcher passes on another."""
 
 
 class on_signal:  # noqa: N801 - it reads as a function
@@ -32,11 +32,12 @@ class on_signal:  # noqa: N801 - it reads as a function
         The ranks. Each exchange sends one byte to every other rank.
     signals : iterable of signal.Signals, default (SIGTERM,)
         The signals, such as ``signal.SIGUSR1`` of Slurm's ``--signal=USR1@120``. Until `close`, the first signal of
-        each kind is only noted. So are others of its kind within 5 seconds, because a scheduler may signal every
-        process, and a launcher then pass the signal on. So is the next one after the 5 seconds: it may have arrived
-        within them, since Python handles a signal only when a long call, such as a backward pass, has returned. The one
-        after that has the effect that the signal had before, so a job that does not save still ends. In a forked child,
-        SIGTERM has that effect at once, and the other signals have none.
+        each kind is only noted. Further signals of its kind within 5 seconds are also only noted, because a scheduler
+        may signal every process, and a launcher then pass the signal on. The next signal after the 5 seconds is also
+        only noted: it may have arrived within them, since Python handles a signal only when a long call, such as a
+        backward pass, has returned. The signal after that has the effect that it had before this object was made, so a
+        job that does not save still ends. In a forked child, SIGTERM has that effect at once, and the other signals
+        have none.
     every : int, default 1
         The number of calls from one exchange to the next; calls in between return False at once. It must be the same on
         all ranks.

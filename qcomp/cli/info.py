@@ -188,7 +188,7 @@ def _of_jax(name: str) -> Any:
 
 
 def _describe_set(name: str, missing: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return whether a set can run, which takes its dependencies, and a library and a device for its arrays."""
+    """Return whether a kernel set can run: it needs its dependencies, and a library and a device for its arrays."""
     if name == "pure":
         return {"name": name, "available": True, "reason": "the reference version, for every array"}
     try:

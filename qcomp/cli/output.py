@@ -96,7 +96,7 @@ def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> Iterator[str
 
 
 def explained(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser that raises its error texts in a form that argparse prints, unlike the text of a ValueError."""
+    """Return a parser whose error texts argparse prints, although it does not print the text of a ValueError."""
 
     def parse_or_explain(text: str) -> Any:
         try:

@@ -37,7 +37,8 @@ examples:
 _MACHINES: dict[str, Callable[[], Machine]] = {"cpu": lambda: CPU, "pure": lambda: PURE, "gpu": gpu}
 _LATENCY = 50e-6
 _MOST_MATRICES = 1 << 17
-"""Enough for 137 billion parameters in the default shape; a comparison of so many takes about a minute."""
+"""The most matrices of a job. In the default shape they have 137 billion parameters, and comparing the methods takes
+about a minute."""
 _SECONDS = "none"
 """The value of --task with which only seconds are compared."""
 _OPTIONS = {"compute": "compute_ms", "bandwidth": "link"}
@@ -252,7 +253,7 @@ def _naming(
     name: str | None = None,
     errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> Iterator[None]:
-    """Make errors name the option at fault: the given one, or that of the setting that begins the error's text."""
+    """Make errors name the option at fault: the given option, or that of the setting that begins the error's text."""
     try:
         yield
     except errors as error:
@@ -303,7 +304,7 @@ def _require_inside(ranks: int, measured: Measured) -> None:
 
 
 def _methods(options: argparse.Namespace, cluster: Cluster, machine: Machine) -> tuple[Method, ...] | None:
-    """Return the plain methods and those of the requested compressors; None, for all methods, if none is requested."""
+    """Return the plain methods and those of the requested compressors; without a request None, for all methods."""
     if options.compressor is None:
         return None
     for chosen in options.compressor:

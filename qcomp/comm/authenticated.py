@@ -62,7 +62,7 @@ class AuthenticatedCommunicator(Verbs):
     ValueError
         If `key` is too short or too long.
     CommunicatorError
-        If another rank has another key, or a message fails its check. The error names the sender. Afterwards this
+        If the ranks have different keys, or a message fails its check. The error names the sender. Afterwards this
         communicator is closed.
 
     Notes

@@ -12,7 +12,7 @@ class Communicator(Protocol):
 
     A buffer is a one-dimensional, contiguous uint8 array of any supported library, on any device; the result is an
     array of the library and device of the sent buffer. Every verb is collective: all ranks call it in the same order.
-    Both sides know the sizes beforehand, so a buffer of another size is an error and never truncated.
+    Both sides know the sizes beforehand, so a buffer of a different size is an error, and is never truncated.
 
     Errors: if a peer is dead, stopped, absent or later than the communicator's timeout, every rank that waits for it
     raises `CommunicatorError`. Afterwards the communicator is closed for good, and its errors say so.

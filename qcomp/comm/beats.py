@@ -1,4 +1,4 @@
-"""Signs of life of ranks that exchange files: each writes a file again and again, and reads the files of others."""
+"""Signs of life of ranks that exchange files: each rank rewrites a file again and again, and reads those of others."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import threading
 from collections.abc import Callable
 
 _BEATS = 4
-"""Signs of life that a rank writes in ``silence`` seconds, after which the others take a silent rank for dead."""
+"""Signs of life that a rank writes in ``silence`` seconds. After so long without one, the others take it for dead."""
 
 
 class Beats:
     """The signs of life that a thread of this rank writes, and those that this rank has read from others.
 
-    Clocks are not compared: a rank is silent if its file has stayed the same in several looks. While a store stalls,
-    fewer looks are made, so a stall makes no rank count as dead.
+    Clocks are not compared: a rank is silent if its file has stayed the same in several looks, which take ``silence``
+    seconds or more. A silent rank counts as dead. While a store stalls, fewer looks are made, so a stall makes no rank
+    count as dead.
 
-    ``read`` returns None for a rank without a sign of life. After ``silence`` seconds without one, a rank counts as
-    dead.
+    ``read`` returns None for a rank that has given no sign of life yet. Such a rank does not count as dead.
     """
 
     def __init__(

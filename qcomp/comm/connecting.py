@@ -1,4 +1,4 @@
-"""Makes a TCP connection between every two ranks, beside the connections of the transport."""
+"""Makes a TCP connection between every two ranks, in addition to the connections of the transport."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Connected(NamedTuple):
     """The connections of one rank to the others."""
 
     sockets: dict[int, socket.socket]
-    """By rank, without the ranks that cannot be reached."""
+    """The connections by rank; ranks that cannot be reached are missing."""
     notes: dict[int, str]
     """The note of every rank, by rank."""
 
@@ -89,7 +89,7 @@ class _Door:
                 raise CommunicatorError(f"rank {peer} ended while the ranks made their communicators")
 
     def close(self) -> None:
-        """Let nobody connect any more."""
+        """Accept no more connections."""
         with self._changing:
             self._expected.clear()
         self._thread.join()

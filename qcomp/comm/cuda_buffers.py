@@ -55,7 +55,7 @@ def stage(x: Any, *, name: str) -> Any:
 
 
 def empty(size: int, *, like: Any, staged: Any) -> Any:
-    """Return a receive buffer for MPI in ``staged``'s memory, from which data will go to the library of ``like``."""
+    """Return a receive buffer for MPI on the device of ``staged``, for data that will go to the library of ``like``."""
     if array_api_compat.is_torch_array(staged):
         return staged.new_empty((size,))
     if array_api_compat.is_cupy_array(staged):

@@ -1,10 +1,10 @@
 """Finds two ranks that wait for each other in different communicators.
 
 A rank that has waited for one second tells the other ranks of its communicator which exchange it waits in, and how many
-exchanges it has begun over each communicator that only the waiting thread uses. If rank 1 hears that rank 0 waits in
-exchange 5 of communicator A, which rank 1 has not begun, while rank 1 itself waits in exchange 3 of B, which rank 0 has
-not begun, then neither can go on: only the waiting threads would begin these exchanges. Threads that share a
-communicator are not judged, since another thread may still begin what a rank waits for.
+exchanges it has begun over each communicator that only the waiting thread uses. An example: rank 0 waits in exchange 5
+of communicator A, which rank 1 has not begun. Rank 1 waits in exchange 3 of communicator B, which rank 0 has not begun.
+Only the two waiting threads would begin these exchanges, so neither rank can go on. Threads that share a communicator
+are not judged: one of them may still begin the exchange that a rank waits for.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Station:
             del self._waits[exchange]
 
     def pause(self) -> float:
-        """Return the seconds after which to call `tell` again; with one communicator it has nothing to report."""
+        """Return the seconds after which to call `tell` again; infinity with a single communicator."""
         return _TELL_SECONDS / 2 if self._name and len(_stations) > 1 else math.inf
 
     def tell(self) -> list[str]:
@@ -119,7 +119,7 @@ class Station:
                 self._refuse(exchange, other_owners(texts, wait.owner, how))
 
     def _crossed(self, exchange: int, wait: _Wait) -> dict[int, str]:
-        """Return the ranks that wait for this thread elsewhere while it waits for them here, each with its owner."""
+        """Return the ranks that wait for this thread elsewhere while it waits for them here, and what they wait in."""
         with _changing:
             return {
                 peer: heard.owner

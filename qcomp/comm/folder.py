@@ -1,4 +1,4 @@
-"""A communicator whose ranks exchange files, in a folder that all see or in an object store.
+"""A communicator whose ranks exchange files, in a folder that all ranks see, or in an object store.
 
 Each message is a file: a line of JSON, then the bytes. A rank deletes its messages once all others have read them.
 """
@@ -61,7 +61,7 @@ class _Session:
         self.beats: Beats | None = None
 
     def begin_beats(self, silence: float) -> None:
-        """Give signs of life from now on, and count those of others."""
+        """Write signs of life from now on, and watch the signs of the other ranks."""
         self.beats = Beats(
             lambda sign: self.write(f"{_BEAT}.{self._rank}", sign),
             lambda r: self.read(f"{_BEAT}.{r}"),
@@ -103,8 +103,9 @@ class _Session:
 class FolderCommunicator(Verbs):
     """A communicator for machines that open no connections to each other, but see one folder or object store.
 
-    It is as fast as the store: an exchange writes a file for each other rank, or one for all, and reads one from each.
-    That suits outer loops, which exchange once in hundreds of steps. Creating one is collective.
+    It is as fast as the store: in an exchange, each rank writes a file for each other rank, or one for all, and reads
+    one from each. That suits outer loops, which exchange once in hundreds of steps. Creating a communicator is
+    collective.
 
     Parameters
     ----------
@@ -190,8 +191,8 @@ class FolderCommunicator(Verbs):
     def _meet(self, job: str) -> str:
         """Return the name of a folder that only these ranks know, even if an earlier job has left files behind.
 
-        Rank 0 proposes a name made from the tokens of all ranks, and another if a token changes, until each rank has
-        confirmed that its own token is in the name.
+        Rank 0 proposes a name made from the tokens of all ranks. If a token changes, it proposes a new name. It stops
+        when each rank has confirmed that the name was made from its own token.
         """
         token = secrets.token_hex(8)
         self._store.write(f"{job}/hello.{self.rank}", token.encode())
@@ -289,7 +290,7 @@ class FolderCommunicator(Verbs):
         return _Exchange(self, number, verb, send, sizes, own, owner)
 
     def _write(self, number: int, verb: str, buffers: Sequence[Any], owner: Owner | None) -> None:
-        """Write a file for each other rank, or one for all, if they get the same."""
+        """Write a file for each other rank, or a single file if all get the same."""
         others = [r for r in range(self.size) if r != self.rank]
         to_all = verb == "all_gather"
         self._session.sent[number] = []
@@ -321,7 +322,7 @@ class FolderCommunicator(Verbs):
         return received
 
     def _read(self, exchange: _Exchange, r: int) -> tuple[_Head, memoryview]:
-        """Return the message of a rank, once it has arrived; raise unless it fits."""
+        """Return the message of a rank, once it has arrived; raise unless it is what the exchange expects."""
         verb, number = exchange.verb, exchange.number
         mine, all_ = _name(number, r, self.rank), _name(number, r, None)
         first, other = (all_, mine) if verb == "all_gather" else (mine, all_)
@@ -401,7 +402,7 @@ class _Exchange:
 
 
 def _read_json(found: bytes | None) -> Any:
-    """Return what a file holds; None if it is not there, or not whole."""
+    """Return the JSON document in a file; None if the file is missing or not whole."""
     try:
         return json.loads(found or b"")
     except ValueError:

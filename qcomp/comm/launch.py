@@ -33,10 +33,10 @@ def world(
     torchrun gives the ranks of torch.distributed, and anything else gives a single rank. The first call is collective;
     later calls return the same communicator, unless they change the arguments.
 
-    Communicators that are made later have the same ``timeout`` and ``silence`` unless they are given others. This
-    includes communicators that optimizers and hooks make.
+    Communicators that are made later, including those that optimizers and hooks make, have the same ``timeout`` and
+    ``silence`` by default.
 
-    Under torchrun it initialises torch.distributed if necessary, for one rank too. Arrays on GPUs use nccl if every
+    Under torchrun it initialises torch.distributed if necessary, even for one rank. Arrays on GPUs use nccl if every
     rank of this machine can have its own GPU, which becomes the rank's current device. All other arrays use gloo.
 
     Parameters
@@ -58,8 +58,8 @@ def world(
     ImportError
         If an MPI launcher started this process and mpi4py is missing, or torchrun did and torch is missing.
     CommunicatorError
-        If this process was started by the mpirun of another MPI library than mpi4py's, or the other ranks do not
-        arrive in time.
+        If the mpirun that started this process belongs to another MPI library than mpi4py uses, or the other ranks do
+        not arrive in time.
 
     Warns
     -----
@@ -105,7 +105,7 @@ def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommun
 
 
 def _started_by_torchrun(environment: Mapping[str, str]) -> bool:
-    if "TORCHELASTIC_RUN_ID" in environment:  # also for one rank: the script may need torch.distributed
+    if "TORCHELASTIC_RUN_ID" in environment:  # even for one rank: the script may need torch.distributed
         return True
     # torchrun may run under srun, while users also set MASTER_ADDR and the like for mpirun.
     several = int(environment.get("WORLD_SIZE", "1")) > 1

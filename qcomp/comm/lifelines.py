@@ -1,11 +1,12 @@
 """Connections through which a rank learns soon that another one has died, given up, stopped or become unreachable.
 
-MPI does not report a dead rank, and gloo does not report it to a rank in the middle of a message. So every two ranks
-have one more TCP connection, which a thread watches. If the peer's process ends, its system closes the connection; if
-the peer's machine no longer answers, the local system does. Neither needs a running interpreter. A process that is only
-silent still lives, but holds Python's lock or is stopped: the ranks that wait for it warn, and go on waiting unless the
-caller has limited the silence. When a rank announces its end or failure, it names the first exchange that it will not
-complete, so a rank that ends after its last exchange does not disturb ranks that are still receiving.
+MPI does not report that a rank has died. gloo does not report it to a rank that is in the middle of a message. So every
+two ranks have one more TCP connection, which a thread watches. If the peer's process ends, the peer's system closes the
+connection. If the peer's machine no longer answers, the local system closes it. Neither needs Python to run on the
+peer. A process that is only silent still lives, but holds Python's lock or is stopped: the ranks that wait for it warn,
+and go on waiting unless the caller has limited the silence. When a rank announces its end or failure, it names the
+first exchange that it will not complete. So a rank that ends after its last exchange does not disturb ranks that are
+still receiving.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Lifelines:
     def cause(self, exchange: int, verb: str) -> str | None:
         """Return why the transport has failed in an exchange, or None if no rank has announced its end.
 
-        The transport only knows which connection closed: its peer may have given up because of another rank.
+        The transport only knows which connection closed. The peer at its other end may have given up because of a third
+        rank.
         """
         with self.changed:
             return self.changed.wait_for(

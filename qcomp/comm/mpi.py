@@ -30,7 +30,7 @@ class MPICommunicator(Verbs):
 
     Creating one is collective: it duplicates `comm`, so its messages never mix with the user's. Its threads and
     connections end with `close`, or when the last reference to it goes. The duplicate stays until the end of the
-    process, since ranks can free it only together: MPI libraries have room for about two thousand.
+    process, since ranks can free it only together. MPI libraries have room for about two thousand duplicates.
 
     CuPy and torch buffers on a CUDA device are passed to MPI directly, after a wait for the current stream, if MPI
     reports that it can read them (``MPIX_Query_cuda_support``, or MPI 4.1's kinds of memory); otherwise they are staged
@@ -44,15 +44,15 @@ class MPICommunicator(Verbs):
     130, and ranks that wait for a rank that has exited (also by `sys.exit`) get an error. After a failed exchange the
     process can only end by aborting the job.
 
-    Most launchers end the job when a rank dies. For the others, every two ranks have one more TCP connection: ranks
+    Most launchers end the job when a rank dies. Some do not, so every two ranks have one more TCP connection. Ranks
     that wait for a rank learn within a second that its process has died, and within 20 seconds that its machine is cut
     off. A process that is silent for as long holds Python's lock or is stopped: the ranks that wait for it warn, and
     wait until the timeout. If a rank ends without an exception before it has created its first communicator, the others
     notice only after the timeout, since MPI does not report it.
 
-    A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there. If
-    it does not end by `os._exit`, as children of multiprocessing do, qcomp ends it in this way, with status 1 and a
-    message: mpi4py would finalize MPI there, which breaks the whole job.
+    A forked child, such as a data loader's worker, must not use its parent's communicator; every verb raises there.
+    Children of multiprocessing end by `os._exit`. If any other child reaches the normal exit of Python, qcomp prints a
+    message and calls `os._exit` with status 1: mpi4py would finalize MPI in the child, which breaks the whole job.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class MPICommunicator(Verbs):
         else the environment variable QCOMP_TIMEOUT, else 300.
     silence : float, optional
         Seconds without a sign of life after which a rank counts as lost. A Python thread gives four such signs in this
-        time, so it must be longer than any other code of a rank holds Python's lock. By default the value that
+        time, so the time must be longer than any code of a rank holds Python's lock. By default the value that
         `qcomp.comm.world` was given, else the environment variable QCOMP_SILENCE; without either, a silent rank is only
         reported.
 

@@ -49,8 +49,8 @@ class _Ranks(Protocol):
 class MPIExchange:
     """One exchange in flight.
 
-    Messages are probed before they are received (MPI's matched probe), so that a message of another size or verb is
-    reported, not truncated. In MPICH this is as fast as receives posted in advance, from 0 bytes to 50 MB. A rank's
+    Messages are probed before they are received (MPI's matched probe), so that a message of an unexpected size or verb
+    is reported, not truncated. In MPICH this is as fast as receives posted in advance, from 0 bytes to 50 MB. A rank's
     messages arrive in the order of sending, so the first one belongs to the first exchange that still waits for that
     rank. ``like`` are the caller's buffers, and ``buffers`` the same in memory that MPI can read.
     """
@@ -86,7 +86,7 @@ class MPIExchange:
 
     def post(self, ranks: MPI.Intracomm) -> None:
         """Send every peer its share, even an empty one, since the peer must learn its size."""
-        # Receive buffers need this too: earlier work may still be queued on memory that a pool hands out.
+        # Receive buffers also need this wait: earlier work may still be queued on memory that a pool hands out again.
         finish_queued(self._buffers)
         of_owner = 0 if self.owner is None else self.owner.digest
         largest = ranks.Get_attr(MPI.TAG_UB)

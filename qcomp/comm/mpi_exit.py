@@ -1,4 +1,4 @@
-"""What a rank of an MPI job does when it exits, so that no other rank waits for it forever.
+"""Handles the exit of a rank of an MPI job, so that no other rank waits for it forever.
 
 `MPI_Finalize` waits for all ranks, and mpirun does not end the others when one exits by an exception or `sys.exit`:
 without this module such a job hangs.

@@ -33,7 +33,7 @@ class NCCLCommunicator(Verbs):
     ----------
     comm : Communicator
         A communicator of the same ranks, for instance an `MPICommunicator`. It carries the headers, 16 + 16 N bytes per
-        message among N ranks. The timeout of ``comm`` and its handling of exits apply here too.
+        message among N ranks. The timeout of ``comm`` and its handling of exits also apply to this communicator.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""`patience`: the timeouts of a communicator, given as arguments, to `world`, in the environment or by default."""
+"""`patience`: returns a communicator's timeouts: from its arguments, else from `world`, the environment or defaults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Patience(NamedTuple):
 
 
 def patience(*, timeout: Any = None, silence: Any = None, default: float | None = None) -> Patience:
-    """Return these settings. None becomes the inherited value, else the environment's, else the default.
+    """Return these settings. None becomes the inherited value, else the value in the environment, else the default.
 
     ``default`` is the timeout if nothing else sets one, by default 300 seconds.
     """
@@ -36,7 +36,7 @@ def patience(*, timeout: Any = None, silence: Any = None, default: float | None 
 
 
 def inherit(*, timeout: Any = None, silence: Any = None) -> None:
-    """Give these settings, unless None, to all later communicators that are made without settings."""
+    """Make these settings, except those that are None, the defaults of communicators that are made later."""
     given = {"timeout": timeout, "silence": silence}
     _inherited.update({name: _seconds(name, x) for name, x in given.items() if x is not None})
 

@@ -1,4 +1,4 @@
-"""Stores where ranks leave files for each other: a folder that all see, or an object store."""
+"""Stores where ranks leave files for each other: a folder that all ranks see, or an object store."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Folder:
 
     @contextlib.contextmanager
     def _beside(self, name: str, parts: tuple[bytes, ...]) -> Iterator[Path]:
-        """Write a file under a temporary name beside its own, which is deleted in the end, also if the disk is full."""
+        """Write a file under a temporary name in its folder; delete this name in the end, even if the disk is full."""
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -128,7 +128,7 @@ class _Objects:
         try:
             self._files.pipe_file(path, b"".join(parts), mode="create")
         except Exception:
-            # Each store raises its own errors, also if a request is repeated because its answer was lost.
+            # Each store raises its own errors, even if a request is repeated because its answer was lost.
             self._files.invalidate_cache()
             if not self._files.exists(path):
                 raise

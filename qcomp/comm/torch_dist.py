@@ -57,7 +57,7 @@ class TorchCommunicator(Verbs):
     back. In both cases the ranks may hold arrays of any library.
 
     Creating one is collective over the ranks of `group`. They open their own gloo connections, so that messages never
-    mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's own.
+    mix with the user's. Only transfers from GPU to GPU use `group` itself, in order with the user's transfers.
 
     A header of 16 + 16 N bytes among N ranks precedes each message, over gloo even with nccl. It contains the verb, a
     digest of the exchange's owner, and all sizes, so that a difference is an error on all ranks, and nothing is
@@ -297,7 +297,7 @@ class TorchCommunicator(Verbs):
         wait: Callable[[], None],
         meanwhile: Callable[[], Any],
     ) -> Any:
-        """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
+        """Call ``wait`` on another thread and ``meanwhile`` on this one; wait for both, and return the second's result.
 
         Raises if a rank is lost: gloo cannot be interrupted while it waits, and does not always notice a lost peer.
         """
@@ -442,7 +442,7 @@ def _nothing(_: Collection[int]) -> None:
 
 
 def _leave_to_parent() -> None:
-    """Let a forked child keep its hands off the connections of its parent, whatever it frees and however it ends."""
+    """Keep a forked child from acting on the connections of its parent, whatever it frees and however it ends."""
     if dist.is_initialized():
         _of_parents.append(dist.group.WORLD)
     for comm in list(_alive):

@@ -52,7 +52,7 @@ class _Connections(Protocol):
         wait: Callable[[], None],
         meanwhile: Callable[[], Any],
     ) -> Any:
-        """Call ``wait`` on another thread and ``meanwhile`` on this one; return the latter's result when both are done.
+        """Call ``wait`` on another thread and ``meanwhile`` on this one; wait for both, and return the second's result.
 
         Raises if a rank is lost.
         """

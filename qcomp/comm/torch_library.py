@@ -36,7 +36,7 @@ def is_of_transport(error: RuntimeError) -> bool:
 
 @contextlib.contextmanager
 def transport_errors(text: str) -> Iterator[None]:
-    """Raise errors of torch.distributed in the context as `CommunicatorError`: the text, a colon, and torch's own."""
+    """Raise errors of torch.distributed in the context as `CommunicatorError`: the text, a colon, and torch's text."""
     try:
         yield
     except RuntimeError as error:

@@ -62,7 +62,7 @@ class StoreMeeting:
             )
 
     def fail(self, reason: str) -> None:
-        """Tell all ranks, also those that come later, that this one has failed."""
+        """Tell all ranks, including ranks that come later, that this one has failed."""
         with contextlib.suppress(RuntimeError):  # then they notice by themselves
             self._store.set(_FAILED, f"{_WHO}: rank {self._rank} failed: {reason}")
 

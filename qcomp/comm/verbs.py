@@ -120,7 +120,7 @@ class Verbs(ABC):
     def start(self, request: Exchange) -> Pending:
         """Start an exchange, so that the caller can compute while the bytes travel.
 
-        Several may be in flight. All ranks start them in the same order, but may wait in any order.
+        Several exchanges may be in flight. All ranks start them in the same order, but may wait in any order.
 
         Parameters
         ----------
@@ -130,13 +130,14 @@ class Verbs(ABC):
         Returns
         -------
         Pending
-            Its ``wait()`` returns the result of the verb. With `MPICommunicator` and `TorchCommunicator` the exchange
-            goes on while the caller computes; with others it is already complete.
+            Its ``wait()`` returns the result of the verb. With `MPICommunicator`, `TorchCommunicator` and
+            `FolderCommunicator` the exchange goes on while the caller computes. With `LocalCommunicator` and
+            `NCCLCommunicator` it is already complete.
 
         Raises
         ------
         CommunicatorError
-            As for the verbs; ``wait()`` raises it too.
+            As for the verbs. ``wait()`` may also raise it.
 
         Examples
         --------
@@ -204,7 +205,7 @@ class Verbs(ABC):
 def require_rank_of_its_own(what: str) -> None:
     """Raise CommunicatorError if a child of multiprocessing imports the script now, since its parent is the rank.
 
-    The children of several ranks would meet each other, and wait or exchange in the place of the ranks.
+    The children of several ranks would meet each other, and wait or exchange instead of the ranks.
     """
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:

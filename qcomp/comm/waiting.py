@@ -39,8 +39,8 @@ class Waiting:
     def join(self, exchange: int, verb: str) -> None:
         """Block until the wait is over; raise the exception that it has raised, if any.
 
-        Raises CommunicatorError if the exchange cannot be completed; the wait is left behind. Warns if a rank is
-        silent, and if it is heard again. Errors name the verb.
+        Raises CommunicatorError if the exchange cannot be completed; the wait may then last on in its thread. Warns if
+        a rank is silent, and if it is heard again. Errors name the verb.
         """
         lines = self._lines
         while not self.is_over:

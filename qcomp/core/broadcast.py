@@ -51,7 +51,7 @@ def broadcast_stages(tensors: Sequence[Array], *, root: int, rank: int, size: in
 def first_values(
     tensors: Sequence[Array], names: tuple[str, ...], *, rank: int, size: int
 ) -> Stages[dict[int, Array]]:
-    """Return copies of rank 0's values, by number, of the parameters that differ between the ranks.
+    """Return rank 0's values of the parameters that differ between the ranks, by their numbers, as copies.
 
     If the ranks differ in names, shapes or dtypes, this returns no copies; the start of the optimizer then raises a
     more detailed error. Each rank sends a digest of each parameter to all others. Parameters that differ are sent as by

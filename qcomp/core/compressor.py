@@ -203,7 +203,8 @@ class Compressor(ABC):
         Raises
         ------
         PayloadError
-            If the payload belongs to another compressor or number of elements, or is malformed.
+            If the payload was made by an unequal compressor, has a different number of elements from ``like``, or is
+            malformed.
         """
         require_dense(like, "like")
         own = self.for_shape(tuple(like.shape))

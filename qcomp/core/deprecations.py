@@ -30,7 +30,7 @@ _told: set[str] = set()
 
 
 def former(module: str, name: str) -> Any:
-    """Return what an old name of a module stands for, and warn of its first use; AttributeError for other names."""
+    """Return the object that a module's old name stands for, with a warning at its first use; else AttributeError."""
     old = f"{module}.{name}"
     if old not in FORMER:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -41,7 +41,7 @@ def former(module: str, name: str) -> Any:
 
 
 class FormerAttribute:
-    """An old attribute, such as ``"qcomp.OuterLoop.groups"``, whose value objects now keep under another name."""
+    """An old attribute, such as ``"qcomp.OuterLoop.groups"``; objects now keep its value under a new name."""
 
     def __init__(self, old: str) -> None:
         self.old = old

@@ -1,4 +1,4 @@
-"""Measures the effect of compression during a run: residuals, direction, bytes, and drift of replicas."""
+"""Measures a run with compression: residuals, bytes, angles between compressed and exact means, unequal replicas."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ class _LastSteps(NamedTuple):
     exact: tuple[Array, ...]
 
     def and_then(self, step: int, mean: Array, exact: Array, most: int) -> "_LastSteps":
-        """Add the samples of a step, and return the last ``most``; a gap between steps drops the old samples."""
+        """Add the samples of a step, and return the last ``most`` steps; a gap between steps drops the old samples."""
         if step != self.step + 1 or mean.shape != self.means[-1].shape:
             return _LastSteps(step, (mean,), (exact,))
         return _LastSteps(step, (*self.means, mean)[-most:], (*self.exact, exact)[-most:])
@@ -85,7 +85,7 @@ class Diagnostics:
       maximum over the servers.
     - ``variance_ratio``: from a `VarianceWatch`, once it has measured.
     - ``drifted_ranks``: in a step that compares replicas, the number of ranks whose parameters, moments, variances or
-      counters differ in any bit from the majority's. If there are any, all ranks warn, and name the ranks
+      counters differ in any bit from the most frequent ones. If there are any, all ranks warn, and name the ranks
       and the values that differ. Residuals belong to one rank, and are not compared.
 
     Parameters
@@ -324,7 +324,7 @@ def counted(stages: "Stages[Any]", rank: int) -> "Stages[tuple[Any, int]]":
 def _compare(
     optimizer: Optimizer, params: Sequence[Array], state: OptimizerState
 ) -> Stages[dict[str, float]]:
-    """Return how many ranks differ from the majority in values that must be equal, and warn if any do."""
+    """Return how many ranks differ from the most frequent values where all must be equal, and warn if any do."""
     own = json.dumps([*digests(state.names, params), *sorted(shared_by_ranks(optimizer, state).items())])
     held = yield from gather_texts(own, state.size, params[0])
     usual = max(held, key=held.count)
@@ -366,7 +366,7 @@ def report_of(by_rank: Sequence[Facts], elements: int) -> dict[str, float]:
 
 
 def _cosine(x: Array, y: Array) -> float:
-    """Return the cosine of two vectors, 1 if both are zero and 0 if one is."""
+    """Return the cosine of two vectors; 1 if both are zero, 0 if only one is."""
     norms = [math.sqrt(sum_of_squares(v)) for v in (x, y)]
     if not all(norms):
         return float(norms[0] == norms[1])

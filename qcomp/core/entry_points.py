@@ -17,10 +17,10 @@ GROUPS = {
 
 
 def offered(kind: str, known: Mapping[str, type]) -> dict[str, EntryPoint]:
-    """Return the entry points of installed packages for a kind of thing, by name.
+    """Return the entry points of installed packages for one kind of object in `GROUPS`, by name.
 
     An entry point may lead to a class that is known already: the import of its package may have registered the class.
-    Raises ValueError if two packages offer one name, or a package offers a name that is known as another class.
+    Raises ValueError if two packages offer one name, or a package offers a name that a different class already has.
     """
     from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the time of `import qcomp`)
 

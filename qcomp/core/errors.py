@@ -8,7 +8,7 @@ class PayloadError(ValueError):
 
 
 class NonFiniteError(ValueError):
-    """A value is infinite or NaN, or so large that its scale does not fit the wire's format."""
+    """A value is infinite or NaN, or too large to compress."""
 
 
 class CommunicatorError(RuntimeError):

@@ -108,7 +108,7 @@ def _facts(text: str, rank: int) -> dict[str, object]:
 
 
 def agree(comm: Transport, problem: Exception | None, *, what: str, like: Array) -> None:
-    """If any rank has a problem, raise it on that rank, and `MismatchError` on all ranks without one.
+    """If any rank has a problem, raise it on that rank, and `MismatchError` on all ranks without a problem.
 
     ``problem`` keeps this rank from continuing. ``what`` says what a rank with a problem cannot do, such as
     ``"load its state"``.

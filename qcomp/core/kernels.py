@@ -177,8 +177,8 @@ def primitive(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Decorate a pure function, which defines arguments and results, so that kernels of the same name replace it.
 
-    The argument ``like`` selects the kernel, with ``several`` the first array in it. The kernel gets all arguments; the
-    pure function runs if it returns None.
+    The kernel is chosen for the argument that ``like`` names, or with ``several`` for the first array in that argument.
+    The kernel gets all arguments. If it returns None, the pure function runs.
     """
 
     def decorate(pure: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -216,7 +216,7 @@ def chosen_coders() -> Coders | None:
 
 
 def choose_coders_with(coders: Callable[[bool], Coders | None]) -> None:
-    """Let ``coders`` choose the loops for host bytes; its argument says whether the setting for kernels applies."""
+    """Let ``coders`` choose the loops for host bytes; its argument is False where a context chooses kernels."""
     global _coders  # noqa: PLW0603
     _coders = coders
 

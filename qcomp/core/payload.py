@@ -236,8 +236,8 @@ class Payload:
         Raises
         ------
         PayloadError
-            If the bytes are truncated, too long, damaged, of another version, or contradict themselves. Wrong lengths
-            in the bytes cannot cause large allocations.
+            If the bytes are truncated, too long, damaged, of an unknown version, or contradict themselves. Wrong
+            lengths in the bytes cannot cause large allocations.
         """
         view = memoryview(blob).cast("B")
         if len(view) < _HEADER.size:

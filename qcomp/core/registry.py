@@ -1,4 +1,4 @@
-"""Registers compressors, and finds them by name or spec string, also in entry points of other packages."""
+"""Registers compressors, and finds them by name or spec string, even in entry points of installed packages."""
 
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -55,13 +55,13 @@ def compressor(spec: str) -> Compressor:
     Parameters
     ----------
     spec : str
-        ``name``, ``name:field=value,...`` or, around another compressor, ``name(spec):...``. Omitted fields have their
-        defaults.
+        ``name``, ``name:field=value,...`` or, for a class that wraps a compressor, ``name(spec):...``. Omitted fields
+        have their defaults.
 
     Raises
     ------
     ValueError
-        If the name or a field is unknown, a field does not take its value, or the spec has more than 1000 characters,
+        If the name or a field is unknown, a value is invalid for its field, or the spec has more than 1000 characters,
         as given or with all options written out.
 
     Examples

@@ -36,7 +36,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost calling line of a script, which is outside qcomp and the libraries that call it.
+    """Warn at the innermost calling line that is in a script: not in qcomp, and not in a library of `_BETWEEN`.
 
     If there is no such line, as in a thread of a library, warn at the innermost line outside qcomp.
     """

@@ -16,9 +16,9 @@ _EXPECTED: dict[Any, str] = {
 def plain_numbers(settings: Any) -> None:
     """Replace the numbers of a frozen dataclass by Python's own; raise TypeError if a number field holds anything else.
 
-    A NumPy scalar of float64 would make float32 arrays float64. And it equals a Python number, so a cache would return
-    the results for one of them when the other is given. The class that introduces a field determines its type: a
-    derived class that writes ``learning_rate: float = 0.1`` sets another default, but its field still takes schedules.
+    A NumPy scalar of float64 would make float32 arrays float64. Also, it equals the Python number, so a cache could
+    return what was computed for the other. The class that introduces a field determines its type: a derived class that
+    writes ``learning_rate: float = 0.1`` sets a new default, but the field still takes schedules.
     """
     for field in fields(settings):
         given, kind = getattr(settings, field.name), _introduced_as(type(settings), field.name)

@@ -42,7 +42,8 @@ class OptimizerState(NamedTuple):
     stream : int
         ``Key.tensor`` of this optimizer's keys, so that two optimizers have different random draws.
     number : int
-        The number of this optimizer among those that started over the same communicator; it is not saved.
+        The number of this optimizer among all optimizers and means that started over the same communicator; it is not
+        saved.
     """
 
     step: int

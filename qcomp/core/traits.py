@@ -55,11 +55,11 @@ class Coder(Protocol):
 
     @property
     def plain(self) -> "AnyCompressor":
-        """The compressor whose payloads are shortened, and which has the same results."""
+        """The compressor whose payloads are shortened; it has the same results."""
         ...
 
     def around(self, plain: "AnyCompressor") -> "Coder":
-        """Return this coder for another compressor with the same payloads."""
+        """Return a coder like this one for a compressor with the same payloads."""
         ...
 
     def shorten(self, data: Array, size: int) -> Array:

@@ -100,7 +100,7 @@ class CompressGradients(TrainerCallback):
         )
 
     def _weights(self) -> list[int]:
-        """Return marks of the weights, by which weights of another run are told apart."""
+        """Return a hash of each trained weight tensor, which shows whether a checkpoint has the same weights."""
         return [mark_of(p.detach()) for p in self._wrapped.parameters() if p.requires_grad]
 
 

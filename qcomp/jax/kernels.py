@@ -1,9 +1,9 @@
 """JAX's kernels for use inside a compiled program, with the same rounding as the core.
 
-XLA contracts products and sums, and compression amplifies the difference: a momentum that is off by an ulp may have
-another sign, which changes its whole bucket. The programs of `qcomp.backends.jax_xla` prevent contraction with an
-integer whose value the compiler does not know. Here that integer must come from the surrounding program. Kernels are
-also traced once for each shape instead of once for each tensor.
+XLA contracts a product and a sum into one operation, which rounds once instead of twice. Compression amplifies this
+difference: a momentum that is off by an ulp may have another sign, which changes its whole bucket. The programs of
+`qcomp.backends.jax_xla` prevent contraction with an integer whose value the compiler does not know. Here that integer
+must come from the surrounding program. Kernels are also traced once for each shape instead of once for each tensor.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class TracedKernels(JaxKernels):
     ) -> tuple[Result, list[Array]]:
         """Return the arrays that a function computes, and the given numbers as values that the compiler does not know.
 
-        The function runs in a branch of its own. So the compiler does not copy it into each use of its results, and it
-        compiles operations that differ only in such numbers once.
+        The function runs in a branch of its own. So the compiler does not copy the function into each use of its
+        results, and it compiles operations only once if they differ only in such numbers.
 
         Parameters
         ----------
@@ -102,7 +102,7 @@ class TracedKernels(JaxKernels):
         return found
 
     def rounded(self, x: Array) -> Array | None:
-        """Return x, rounded first."""
+        """Return x unchanged, but make the compiler round it before it is used."""
         return rounded(x, self._numbers(x)) if x.dtype in (jnp.float32, jnp.float64) else None
 
     def sums_of_squares(self, arrays: Sequence[Array]) -> list[Array | float]:

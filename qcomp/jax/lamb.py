@@ -66,7 +66,7 @@ class OneBitLambState(NamedTuple):
 def onebit_lamb(
     optimizer: OneBitLamb, axis_name: str, *, learning_rate: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make steps of 1-bit LAMB over an axis of the mesh: exact ones, then with a frozen variance and one bit.
+    """Make steps of 1-bit LAMB over an axis of the mesh: exact steps, then compressed steps with a frozen variance.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def onebit_lamb(
     axis_name : str
         The axis of the mesh whose devices are the ranks.
     learning_rate : float, array or schedule of optax, optional
-        Replaces the optimizer's learning rate, for instance to inject it.
+        Replaces the optimizer's learning rate, for instance for `optax.inject_hyperparams`.
 
     Returns
     -------
@@ -164,9 +164,10 @@ class _LambInputs(NamedTuple):
         ]
 
     def each(self, function: Callable[..., Any], *columns: Sequence[Array]) -> list[Any]:
-        """Call a function for each tensor with whether it is exact and its entry of each column; return the results.
+        """Call a function for each tensor, and return the results.
 
-        Tensors of one shape are computed together, so that each further one adds little to the program.
+        The function is given whether the tensor is exact, and its entry of each column. Tensors of one shape are
+        computed together, so that each further tensor adds little to the program.
         """
         alike = defaultdict(list)
         for i, (exact, m) in enumerate(zip(self.exact, self.old.momentum, strict=True)):
@@ -250,7 +251,7 @@ class _LambSteps:
         return taken.whole(moved), after
 
     def _warm_up(self, begun: _LambInputs) -> _Moved:
-        """Make an exact step of LAMB; the last one freezes the variance."""
+        """Make an exact step of LAMB; the last step of the warm-up freezes the variance."""
         optimizer, given, state, old = begun.optimizer, begun.given, begun.state, begun.old
         taken, betas = given.tree, [optimizer.betas]
         wide = taken.whole(given.gradients)

@@ -39,7 +39,7 @@ class MeshMean:
     """The mean of a pytree over an axis of a mesh, with compressed messages, inside `jax.shard_map`.
 
     It runs the stages of `CompressedMean` with collectives of XLA in place of a communicator: each device sends the
-    same payloads, and all hold the same mean bit for bit.
+    payloads that a rank would send, and all devices hold the same mean bit for bit.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ class MeshMean:
         Policy that returns a compressor for each tensor, used instead of ``compressor``, see `ByName`.
     seed : int, default 0
         Seed of the compressor's random draws. Several means of the same tree over one axis in one step need different
-        seeds: with equal seeds their draws are the same, and together they are biased. Means over different axes of a
-        mesh draw different numbers; means over its first axis draw as `CompressedMean` does.
+        seeds: with equal seeds they draw the same numbers, and results computed from several of them are biased. Means
+        over different axes of a mesh draw different numbers; means over its first axis draw as `CompressedMean` does.
     averaging : PowerSGD, optional
         Average matrices by PowerSGD, which needs the default topology and feedback; the compressor then compresses the
         factors, see `PowerSGD`.
@@ -69,15 +69,16 @@ class MeshMean:
     -----
     ``exact`` and ``compressors`` see the paths of the arrays as names, such as ``"layers/0/w"``. Each device sends
     2 (N - 1) / N times the payload in two phases and N - 1 times in all-gather; a message is padded to the length of
-    the longest in its exchange. A program joins the buckets of all tensors that share a compressor into one array and
-    compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling shows how
-    long compilers take. Each distinct remainder of a tensor's size by the bucket size adds code for one more kind of
-    bucket. With PowerSGD, the devices send as in `PowerSGDMean` with owners, even if there are only two.
+    the longest message in its exchange. A program joins the buckets of all tensors that share a compressor into one
+    array and compresses that, so each further tensor or device adds little to the program; docs/benchmarks/compiling
+    shows how long compilation takes. Each distinct remainder of a tensor's size by the bucket size adds code for one
+    more kind of bucket. With PowerSGD, the devices send as in `PowerSGDMean` with owners, even if there are only two.
 
     Values that are not finite cannot raise inside `jax.jit`. If any device has one, all devices get NaN for the whole
     tree, the residuals and ``step`` stay as they are, and ``skipped`` counts the call. This includes the devices along
-    the mesh's other axes. In two phases, `jax.shard_map` must be over these other axes too, since the compiler must not
-    cut tensors along an axis that is left to it. A mean has no derivative.
+    the mesh's other axes. In two phases, `jax.shard_map` must be over all axes of the mesh: if it leaves an axis to the
+    compiler, the compiler may cut tensors along this axis, which a mean in two phases does not support. A mean has no
+    derivative.
 
     Examples
     --------
@@ -150,8 +151,8 @@ class MeshMean:
         """Return a state with residuals of zero.
 
         Inside `jax.shard_map` it returns the arrays of one device. Where `jax.set_mesh` gives the size of the axis, it
-        returns the arrays of all devices, of which each device holds its own row; `partition_specs` says how these are
-        cut.
+        returns the arrays of all devices, of which each device holds only its own row; `partition_specs` says how these
+        are cut.
 
         Parameters
         ----------
@@ -218,7 +219,7 @@ class MeshMean:
         Raises
         ------
         ValueError
-            If the tree is not the one that `init` saw, or its values are the same on all devices already.
+            If the tree is not the one that `init` saw, or JAX knows that its values are the same on all devices.
         """
         means, residuals, accepted = self.average(tree, state.residuals, state.step, weight=weight)
         took = accepted.astype(jnp.int32)
@@ -264,8 +265,8 @@ class MeshMean:
         Raises
         ------
         ValueError
-            If no `jax.shard_map` has the axis, the residuals do not belong to this tree, the values are the same on all
-            devices already, or the compiler may cut tensors along another axis.
+            If no `jax.shard_map` has the axis, the residuals do not belong to this tree, JAX knows that the values are
+            the same on all devices, or the compiler may cut tensors along an axis other than this one.
         TypeError
             If the call is differentiated.
         """
@@ -297,7 +298,7 @@ class MeshMean:
         held: list[Any] = (
             [_of_all(mean, self.axis_name) for mean in means.values] if size == 1 else list(means.values)
         )
-        # Nothing is sent for arrays without elements, so JAX would take each device's to be its own.
+        # Nothing is sent for arrays without elements, so JAX would not know that these are equal on all devices.
         held = [x if x.size else jnp.zeros(x.shape, x.dtype) for x in held]
         own = _none_refused([[held[i] for i in part.tensors] for part in request.parts])
         accepted = everywhere(own, self.axis_name)
@@ -308,13 +309,13 @@ class MeshMean:
             tuple(map(_as_row, means.exchange.server)),
         )
         kept = jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, residuals)
-        if weight is not None and momenta is None:  # weighting made half precision float32
+        if weight is not None and momenta is None:  # weighting has turned half precision into float32
             held = [jnp.asarray(x, leaf.dtype) for x, leaf in zip(held, taken.leaves, strict=True)]
         return taken.whole(held), kept, accepted
 
     def _number_of_axis(self) -> int:
         """Return the axis's position in its mesh, so that a mean of means over another axis draws different numbers."""
-        axes = jax.sharding.get_abstract_mesh().axis_names  # without those of jax.vmap
+        axes = jax.sharding.get_abstract_mesh().axis_names  # without the axes of jax.vmap
         return axes.index(self.axis_name) if self.axis_name in axes else 0
 
     def _state(self, names: tuple[str, ...], tensors: Sequence[Array], size: int) -> OptimizerState:
@@ -358,7 +359,7 @@ class MeshMean:
         return self._compression.choose(first, tensors, type(self).__name__)
 
     def choices(self, tree: PyTree) -> tuple[tuple[bool, ...], tuple[Compressor, ...]]:
-        """Return whether each array of a tree stays exact, and the compressor of each other one if a policy chooses it.
+        """Return whether each array of a tree stays exact, and the compressors that a policy chooses for the others.
 
         Parameters
         ----------
@@ -399,7 +400,7 @@ def weighted(tensors: Sequence[Array], weight: Array, axis_name: str) -> list[Ar
 
 
 def zero_rows(like: PyTree, axis_name: str) -> PyTree:
-    """Return zeros like each array, a row for each device of an axis; inside `jax.shard_map`, only this one's row."""
+    """Return zeros like each array, a row for each device of an axis; inside `jax.shard_map`, only its own row."""
     size, inside = _size_of(axis_name)
     if not inside:
         return jax.tree.map(lambda e: _rows(size, e, axis_name), like)
@@ -417,7 +418,9 @@ def everywhere(accepted: Array, axis_name: str) -> Array:
     """Return whether the devices along all other axes have accepted too, so that all do the same."""
     axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != axis_name]
     if _varies(jax.lax.axis_index(axis_name), axis_name):
-        axes = [axis for axis in axes if _varies(accepted, axis)]  # JAX knows that the others agree
+        axes = [
+            axis for axis in axes if _varies(accepted, axis)
+        ]  # along the others, JAX knows that devices agree
     return jax.lax.pmin(accepted.astype(jnp.int32), tuple(axes)) > 0 if axes else accepted
 
 
@@ -441,7 +444,7 @@ def _compressed(state: OptimizerState) -> list[str]:
 
 
 def _rows(size: int, like: Array, axis_name: str) -> Array:
-    """Return rows of zeros; each device of the current mesh makes its own row, so that none holds all."""
+    """Return rows of zeros; each device of the current mesh makes its own row, so that none holds all rows."""
     shape, dtype = (size, *like.shape), like.dtype
     mesh = jax.sharding.get_abstract_mesh()
     rows = NamedSharding(mesh, PartitionSpec(axis_name))
@@ -470,9 +473,8 @@ def _without_derivative(tree: object) -> Any:
 def _refuse_derivative(primals: object, tangents: object) -> Any:
     del primals, tangents
     raise TypeError(
-        "tree, momenta or residuals are differentiated; expected values that are not, since a compressed mean has no "
-        "derivative: average "
-        "outside of jax.grad, or pass jax.lax.stop_gradient of the values"
+        "tree, momenta or residuals are differentiated; expected values that are not differentiated, since a "
+        "compressed mean has no derivative: average outside of jax.grad, or pass jax.lax.stop_gradient of the values"
     )
 
 

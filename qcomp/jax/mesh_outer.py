@@ -86,8 +86,8 @@ class MeshOuterLoop:
     Raises
     ------
     TypeError, ValueError
-        If the loop has settings that a mesh lacks: a topology other than "two_phase" and "all_gather", or payloads that
-        vary in length.
+        If the loop has settings that are not supported on a mesh: a topology other than "two_phase" and "all_gather",
+        or payloads that vary in length.
 
     Notes
     -----
@@ -384,7 +384,7 @@ class MeshOuterLoop:
         )
 
     def _begun(self, now: _Moved) -> _Moved:
-        """Make the parameters after the warm-up the shared ones; if the devices differ in any bit, all become NaN."""
+        """Make the parameters after the warm-up the shared parameters; NaN on all devices if any bit differs."""
         axis, shared, alike = self.axis_name, {}, jnp.int32(1)
         for name, p in now.params.items():
             bits = jax.lax.bitcast_convert_type(p, f"uint{8 * p.dtype.itemsize}")

@@ -29,7 +29,8 @@ class Residuals(NamedTuple):
 class Apart(NamedTuple):
     """What a device has alone between two synchronisations of `qcomp.jax.optax.zero_one_adam`.
 
-    The first axis of every array is the device, as in `Residuals`. In sync the arrays are not used.
+    The first axis of every array is the device, as in `Residuals`. While the devices are in sync, these arrays are not
+    used.
     """
 
     params: PyTree
@@ -37,7 +38,7 @@ class Apart(NamedTuple):
     momentum: Array
     """Its momenta as one vector, of shape (N, elements of all parameters)."""
     pending: Array
-    """Its sums of weighted momenta since the last synchronisation, likewise."""
+    """Its sums of weighted momenta since the last synchronisation, in the same shape."""
     repeated: Array
     """Steps in which it has repeated its momentum, because a gradient was not finite, int32 of shape (N,)."""
 
@@ -70,7 +71,7 @@ _REFUSED_AROUND = {
 
 
 def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
-    """Return the `PartitionSpec` of each array of a state: what devices have alone is cut along an axis.
+    """Return the `PartitionSpec` of each array of a state: arrays with a row for each device are cut along an axis.
 
     Parameters
     ----------
@@ -89,8 +90,8 @@ def partition_specs(state: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     ------
     ValueError
         If the mean is inside `optax.apply_if_finite`, `optax.MultiSteps`, `optax.masked` or
-        `optax.conditionally_transform`, which act on the gradients of one device; or if only some transformations of an
-        `optax.partition` have a mean, and another one is not `optax.set_to_zero`; or if something such as
+        `optax.conditionally_transform`, which act on the gradients of one device; or if some transformations of an
+        `optax.partition` have a mean, and one without a mean is not `optax.set_to_zero`; or if something such as
         `flax.nnx.state` has turned the state into dicts.
 
     Examples

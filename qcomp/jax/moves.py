@@ -43,7 +43,8 @@ class Range(NamedTuple):
 def cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
     """Cut a flat vector into parts of these sizes, as `cut_like` does.
 
-    If XLA knows the places of the parts, it compiles a slice for each; if they are hidden from it, one for each size.
+    If XLA knows the places of the parts, it compiles a slice for each part; if they are hidden from it, a slice for
+    each size.
     """
     ends = list(accumulate(sizes))
     return _slices(joined, [(end - size, end) for size, end in zip(sizes, ends, strict=True)])
@@ -67,14 +68,14 @@ def slice_of(x: jax.Array, start: int, stop: int) -> jax.Array:
 
 
 def as_one(parts: Sequence[Array]) -> jax.Array:
-    """Return vectors as one."""
+    """Return vectors joined into one."""
     return parts[0] if len(parts) == 1 else jax.lax.concatenate(list(parts), 0)
 
 
 def moved(
     source: jax.Array, moves: Sequence[Sequence[Range]], size: int, rank: Rank | None = None
 ) -> jax.Array:
-    """Return a vector into which elements of another were moved, with zeros elsewhere.
+    """Return a vector into which elements of another vector were moved, with zeros elsewhere.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def moved(
 
 
 def _move_windows(source: jax.Array, target: jax.Array, places: jax.Array, window: int) -> jax.Array:
-    """Copy windows of the source into the target; ``places`` has the first element of each in both."""
+    """Copy windows of the source into the target; ``places`` has the start of each window in both."""
     if source.ndim > 1:
         each: jax.Array = jax.vmap(lambda s, t: _move_windows(s, t, places, window))(source, target)
         return each

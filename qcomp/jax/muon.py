@@ -42,8 +42,9 @@ class MuonState(NamedTuple):
     variance: dict[str, Array]
     """AdamW's second moment of each of these tensors."""
     residuals: Residuals
-    """The worker residual of each matrix; for each device the momenta of the matrices that it owns, and then the
-    residuals of their updates, each as one vector of the size that the device with the most elements needs."""
+    """``worker`` has the residual of each matrix. ``server`` has, for each device, the momenta of the matrices that it
+    owns as one vector, and then the residuals of their updates as another. These vectors are as long as the device with
+    the most elements needs."""
 
 
 def muon(
@@ -59,7 +60,7 @@ def muon(
     axis_name : str
         The axis of the mesh whose devices are the ranks.
     learning_rate : float, array or schedule of optax, optional
-        Replaces the optimizer's learning rate, for instance to inject it.
+        Replaces the optimizer's learning rate, for instance for `optax.inject_hyperparams`.
 
     Returns
     -------
@@ -76,8 +77,8 @@ def muon(
     Notes
     -----
     The steps are those of `qcomp.Muon`: the device that owns a matrix orthogonalises it, in a branch that the other
-    devices skip, and all devices decode the same updates. Matrix products are those of XLA, whose last bits differ from
-    other libraries'. The compressors draw as in the core.
+    devices skip, and all devices decode the same updates. XLA computes the matrix products, so their last bits differ
+    from those of other libraries. The compressors draw as in the core.
 
     Weights of Flax and Haiku have their outputs on the last axis: ``qcomp.Muon(output_axis=-1, ...)``.
 

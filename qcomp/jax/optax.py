@@ -3,7 +3,7 @@
     tx = optax.chain(qcomp.jax.optax.compressed(qcomp.MinMaxUInt8(), "data"), optax.adam(1e-3))
     tx = qcomp.jax.optax.onebit_adam(1e-3, freeze=1000, axis_name="data")
 
-They take the gradients of one device, and are chained, scheduled and saved like any other transformation.
+They take the gradients of one device, and are chained, scheduled and saved like all transformations of optax.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class _OneBitAdam:
             return cut_like(jnp.where(accepted, direction, jnp.nan), updates), new
 
     def _warm_up(self, begun: _Begun) -> _Moved:
-        """Make a step of Adam; the last one freezes the variance."""
+        """Make a step of Adam; the last step of the warm-up freezes the variance."""
         gradient, residuals, accepted = self._exact_mean(begun)
         count = begun.state.step + 1
         of_adam = AdamNumbers(self.adam.betas, correction(self.adam.betas[1], count), 0.0, begun.numbers)
@@ -358,7 +358,7 @@ def onebit_adam(
     compressors: CompressorPolicy | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make steps of 1-bit Adam over an axis of the mesh: exact ones, then with a frozen variance and one bit.
+    """Make steps of 1-bit Adam over an axis of the mesh: exact steps, then compressed steps with a frozen variance.
 
     Parameters
     ----------
@@ -375,10 +375,10 @@ def onebit_adam(
     weight_decay : float
         Decoupled weight decay; `tx.update` then needs the parameters.
     variance_floor : float
-        Smallest frozen variance of an element, as a fraction of the mean of its array; see `qcomp.OneBitAdam`.
+        Smallest frozen variance of an element, as a fraction of the mean variance of its array; see `qcomp.OneBitAdam`.
     variance_steps : callable, optional
         Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again, such as ``qcomp.DoublingIntervals(4)``. The step is traced. None leaves it frozen.
+        again, such as ``qcomp.DoublingIntervals(4)``. The step is a traced value. None leaves the variance frozen.
     compressor : Compressor
         Compresses the momentum, on workers and servers.
     topology, feedback, exact, compressors, seed
@@ -452,7 +452,7 @@ def _require_no_arrays(**settings: object) -> None:
 
 
 def _kept(beta2: float) -> list[float]:
-    """Return the share of a variance that a measurement keeps, by the steps since the last one, down to the least."""
+    """Return the share of a variance that a measurement keeps 0, 1, 2, ... steps after the last, down to the least."""
     kept = [1.0]
     while kept[-1] > kept_after(beta2, _ALWAYS):
         kept.append(kept_after(beta2, len(kept)))

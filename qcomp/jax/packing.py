@@ -3,8 +3,8 @@
 Every operation takes compile time, and `Codec` makes several for each segment in each rank's message. Here the buckets
 of all tensors with one compressor and dtype are the rows of one array, and the primitives are vectorised over rows.
 Tables say where the bytes of each row are in the messages, so one operation moves the bytes of all segments. Payloads,
-draws, sums and residuals have the same bits as `Codec`'s; draws depend on the number of a bucket, which is passed as an
-argument.
+draws, sums and residuals have the same bits as with `Codec`. Draws depend on the number of a bucket, so each row is
+given its bucket's number.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Packing:
         return joined.astype(np.uint32).view(np.int32)
 
     def elements(self, firsts: Mapping[_Kind, int]) -> list[Range]:
-        """Return the moves from the elements of all segments, one after the other, to the rows of all kinds.
+        """Return the moves from one vector of all segments, in order, to one vector of all rows, kind by kind.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class _Packing:
         return moves
 
     def payloads(self, fields: _Fields) -> list[Range]:
-        """Return the moves from the bytes of all messages, one after the other, to the fields of all rows."""
+        """Return the moves from one vector of all messages, in order, to one vector of the fields of all rows."""
         moves = []
         starts = accumulate([frame.nbytes for frame in self.frames], initial=0)
         for frame, of_frame, start in zip(self.frames, self._runs, starts, strict=False):
@@ -197,13 +197,13 @@ class _Packing:
         return moves
 
     def messages(self, fields: _Fields) -> list[Range]:
-        """Return the moves from the fields of all rows, and from the verdict behind them, to all messages."""
+        """Return the moves from one vector of the fields of all rows and a verdict, to one vector of all messages."""
         verdicts = [Range(fields.nbytes, verdict, _VERDICT_BYTES) for verdict in self.verdicts]
         return [*(move.back() for move in self.payloads(fields)), *verdicts]
 
     @property
     def verdicts(self) -> list[int]:
-        """The byte of each verdict in the sequence of all messages."""
+        """The position of each verdict in one vector of all messages, in bytes."""
         starts = accumulate([frame.nbytes for frame in self.frames], initial=0)
         return [start + frame.offsets[-1] for start, frame in zip(starts, self.frames, strict=False)]
 
@@ -344,7 +344,7 @@ class PackedCodec(Codec):
             return compute(), starts
         kinds: list[_Kind] = []
 
-        def arrays() -> list[Any]:  # kinds have no order, so they are no keys of a pytree
+        def arrays() -> list[Any]:  # kinds have no order, so they cannot be keys of a pytree
             by_kind = compute()
             kinds[:] = by_kind
             return list(by_kind.values())
@@ -453,7 +453,7 @@ def _numbers(kind: _Kind, packings: Sequence[_Packing], rank: Rank | None = None
 
 
 def _encoded(kind: _Kind, values: Array, residual: Array | None, key: Key, numbers: Array | None) -> Encoded:
-    """Return `primitives.encode` of each row, given the elements of all of them."""
+    """Return `primitives.encode` of each row, given the elements of all rows."""
 
     def encode(x: Array, residual: Array | None, number: Array | None) -> Encoded:
         own = key if number is None else key.at(bucket=key.bucket + number)
@@ -493,7 +493,7 @@ def _mean(kind: _Kind, data: Array, divisor: str = "ranks") -> Array:
             return primitives.add_sender(sums[0], sums[1], value), None
         return (sums[0] + value,), None
 
-    # Zeros that JAX takes to differ between devices if the payloads do. `finish_mean` drops the sign of a zero sum.
+    # For JAX, these zeros differ between devices if the payloads do. `finish_mean` drops the sign of a zero sum.
     zero = jnp.broadcast_to((data[0, 0, :1] * 0).astype(kind.dtype), (data.shape[1], kind.size))
     sums, _ = jax.lax.scan(add, (zero,) * (1 + counts), data)
     if counts:

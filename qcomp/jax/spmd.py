@@ -1,10 +1,10 @@
 """Runs the stages of the core over an axis of a mesh, inside `jax.shard_map`, as one program for all ranks.
 
 In the core, layouts depend on the rank, so each rank runs its own program. Here the rank is the index of a device,
-which is known only when the program runs. It matters in two places. Random draws depend on the rank, and their keys
-take the traced index. In two phases each rank serves another chunk, whose messages have another layout; so in
-`PackedCodec.serve` each device reads its own tables. The collectives of XLA need messages of equal length, so all
-messages of an exchange are padded with zeros to the length of the longest.
+which is known only when the program runs. The rank matters in two places. Random draws depend on it, so their keys take
+the traced index. In two phases each rank serves a chunk of its own, and the messages of each chunk have their own
+layout; so in `PackedCodec.serve` each device reads its own tables. The collectives of XLA need messages of equal
+length, so all messages of an exchange are padded with zeros to the length of the longest.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _answer(request: Exchange, axis_name: str) -> list[Array]:
     send: Any = request.send
     if isinstance(request, AllToAll):
         rows = jax.lax.all_to_all(jnp.stack(send), axis_name, split_axis=0, concat_axis=0)
-    else:  # values equal on all devices may leave a shard_map as one value; jax.vmap lacks these types
+    else:  # "invarying" values, equal on all devices, may leave a shard_map as one; jax.vmap has no such types
         in_shard_map = axis_name in jax.sharding.get_abstract_mesh().manual_axes
         rows = jax.lax.all_gather(request.send, axis_name, to="invarying" if in_shard_map else "varying")
     return [rows[rank] for rank in range(len(request.receive))]
@@ -175,16 +175,16 @@ def _with_verdicts(compressed: Compressed, own: Frame, verdicts: Verdicts) -> Ar
 def _require_no_axis_of_the_compiler(axis_name: str) -> None:
     """Raise ValueError if the compiler may cut tensors along an axis.
 
-    The compiler would exchange parts of tensors inside a switch in which each device runs another branch, and all
+    The compiler would exchange parts of tensors inside a switch in which each device runs a branch of its own, and all
     devices would wait forever.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
     if mesh.manual_axes and left:
         raise ValueError(
-            f"axis_name is {axis_name!r} on a mesh whose axes {', '.join(map(repr, left))} jax.shard_map leaves to the "
-            'compiler; expected all axes in its axis_names. A mean with topology="all_gather" works there, too, but not'
-            " onebit_adam, whose warm-up has two phases"
+            f"axis_name is {axis_name!r}, but jax.shard_map leaves axes of this mesh to the compiler: "
+            f"{', '.join(map(repr, left))}; expected all axes of the mesh in the axis_names of jax.shard_map. Without "
+            'that, a mean with topology="all_gather" works, but onebit_adam does not, since its warm-up has two phases'
         )
 
 
@@ -261,7 +261,7 @@ class SpmdPowerSGDMean(PowerSGDMean):
         return super().begin(tensors, state._replace(server=tuple(begun)), terms)
 
     def _has_owners(self, size: int) -> bool:
-        """Return whether factors have owners: only what one device has sent to all does JAX know to be equal on all."""
+        """Return whether factors have owners: for JAX, all devices hold equal values only if one sent them."""
         return size > 1
 
     def _number(self, state: MeanState) -> Any:  # noqa: ARG002 - known when the program runs
@@ -329,7 +329,7 @@ class _CodecOfOwner(PackedCodec):
 
 
 class _OwnersOnAxis(_OnAxis, Owners):
-    """Owners on an axis; a rank's momenta, and its residuals, are one vector as large as the largest chunk."""
+    """Owners on an axis; a rank's momenta are one vector, as large as the largest chunk, and so are its residuals."""
 
     shortens = False
 

@@ -1,4 +1,4 @@
-"""What the transformations of optax share: their settings, and the arrays that a step is given."""
+"""What the gradient transformations for optax share: checks of settings, and the arrays that a step is given."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHY = "a compiled program neither raises nor reads values on the host"
 
 
 def require_settings(optimizer: object, kind: type, **expected: object) -> None:
-    """Raise unless an optimizer is of a kind and has these settings, besides those that no program supports."""
+    """Raise unless an optimizer is of a kind and has these settings, and those that every program needs."""
     if not isinstance(optimizer, kind):
         raise TypeError(f"optimizer is {optimizer!r}; expected a qcomp.{kind.__name__}")
     for name, value in ({"nonfinite": "skip", "clip_norm": None, "groups": ()} | expected).items():
@@ -63,7 +63,7 @@ def mean_of(optimizer: OneBitLamb | ZeroOneAdam, axis_name: str) -> MeshMean:
 
 
 def rate_of(optimizer: Optimizer, learning_rate: optax.ScalarOrSchedule | None) -> Callable[[Array], Any]:
-    """Return the schedule of the learning rate; one that is given replaces the optimizer's."""
+    """Return the schedule of the learning rate; a given ``learning_rate`` replaces the optimizer's."""
     rate: Any = optimizer.learning_rate if learning_rate is None else learning_rate
     if not callable(rate):
         return lambda _: rate

@@ -198,8 +198,8 @@ class OnTrees(ABC, Generic[Loaded]):
 class PytreeOptimizer(OnTrees[OptimizerState]):
     """An optimizer of qcomp for a pytree of parameters, over a communicator.
 
-    For steps inside `jax.jit`, see `qcomp.jax.optax`. Here each step runs compiled kernels one after the other, and the
-    communicator moves the bytes between them.
+    For steps inside `jax.jit`, see `qcomp.jax.optax`. Here each step calls several compiled kernels, and between these
+    calls the communicator moves bytes.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ class PytreeOptimizer(OnTrees[OptimizerState]):
         state : OptimizerState
             From `init` or the last step.
         comm : Communicator
-            The one that `init` saw, or another of the same rank and size.
+            The communicator that `init` saw, or another with the same rank and size.
         donate : bool
             As for `Optimizer.step`.
         weight : float, optional

@@ -113,7 +113,7 @@ def local_params(params: PyTree, state: PyTree) -> PyTree:
 def zero_one_adam(
     optimizer: ZeroOneAdam, axis_name: str, *, learning_rate: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Make steps of 0/1 Adam over an axis of the mesh: each sends one bit per element, all bits, or nothing.
+    """Make steps of 0/1 Adam over an axis of the mesh: each step sends one bit per element, all bits, or nothing.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def zero_one_adam(
     axis_name : str
         The axis of the mesh whose devices are the ranks.
     learning_rate : float, array or schedule of optax, optional
-        Replaces the optimizer's learning rate, for instance to inject it.
+        Replaces the optimizer's learning rate, for instance for `optax.inject_hyperparams`.
 
     Returns
     -------
@@ -141,19 +141,19 @@ def zero_one_adam(
     Notes
     -----
     The steps are those of `qcomp.ZeroOneAdam`, for any learning rate, with the same bits for parameters up to float32.
-    The caller holds the common parameters, those of the last synchronisation, which are the same on all devices;
-    evaluate and save these. What differs between devices is in ``state.apart``: their parameters, momenta and sums of
-    momenta. These take 12 bytes per float32 parameter on each device at all times, 4 more than in the core, as the
-    common momentum has its own array: JAX would not know that the device's own momenta are equal after a
-    synchronisation. Messages are the core's.
+    The caller holds the common parameters, which all devices had after the last synchronisation; evaluate and save
+    these. What differs between devices is in ``state.apart``: their parameters, momenta and sums of momenta. These take
+    12 bytes per float32 parameter on each device at all times, 4 more than in the core, as the common momentum has its
+    own array: JAX would not know that the device's own momenta are equal after a synchronisation. Messages are the
+    core's.
 
     If a gradient of any device is not finite in a step that sends, all devices skip the step: nothing changes but
     ``state.skipped``. In a step that sends nothing, a device with such a gradient repeats its momentum and counts it in
     ``state.apart.repeated``. A gradient counts as not finite if ``local`` is not what `local_params` returns.
 
-    Apply the updates to the common parameters only. No later transformation in a chain may change them, since a
-    device's own parameters do not see it. On another mesh, a state goes on from the last synchronisation, see the page
-    on JAX.
+    Apply the updates to the common parameters only. No later transformation in a chain may change the updates, since it
+    does not act on a device's own parameters. A state that is loaded on another mesh goes on from the last
+    synchronisation, see the page on JAX.
 
     Examples
     --------
@@ -193,15 +193,15 @@ class _TracedPlan(NamedTuple):
     """What a step does, and the numbers that it needs; see `ZeroOneAdam.prepare`."""
 
     exact: Array
-    """Whether it averages the gradients exactly, and so measures the variance."""
+    """Whether the step averages the gradients exactly, and so measures the variance."""
     compressed: Array
-    """Whether it averages the sums of momenta."""
+    """Whether the step averages the sums of momenta."""
     alone: Array
-    """Whether each device makes it alone. If it does nothing of all this, its rate is 0."""
+    """Whether each device makes the step alone. If none of these three is true, the rate is 0."""
     freezes: Array
-    """Whether the variance is frozen after it, if it is accepted."""
+    """Whether the variance is frozen after the step, if the step is accepted."""
     ends: Array
-    """Whether it is then the last step of the warm-up."""
+    """Whether the step is the last of the warm-up, if the step is accepted."""
     of_step: StepNumbers
     of_sum: StepNumbers
     """The numbers of a step that applies the mean of the sums."""
@@ -388,7 +388,7 @@ class _ZeroOneSteps:
         momentum = jnp.where(plan.compressed, of_sums, of_mean)
         measured: Any = primitives.momentum(begun.variance, gradient * gradient, beta2, 1.0)
         raw = jnp.where(plan.exact, measured, begun.variance)
-        # The last step of the warm-up still divides by the variance without a floor, a later measurement with it.
+        # The last step of the warm-up still divides by the variance without a floor; later steps use the floor.
         corrected: Any
         divisor: Any
         (corrected,) = divided([raw], [plan.correction])

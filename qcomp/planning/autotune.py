@@ -50,7 +50,7 @@ class Autotune:
     """Tries each of several means for a few steps, then keeps the fastest: used like a `CompressedMean`.
 
     No step is wasted: each returns a mean of its inputs. When a method is left, each rank adds its part of what that
-    method still owes to its values in the next step. For DistributedDataParallel pass it to
+    method still owes to its values in the next step. For DistributedDataParallel, pass the `Autotune` to
     `qcomp.integrations.ddp.autotune`, which times whole steps, including overlap.
 
     Parameters

@@ -25,10 +25,10 @@ class Job:
         The share of `compute` in which plain training already sends gradients as they become ready, as
         DistributedDataParallel does; 0 if sending starts when all are ready. The backward pass is about 0.6 of a step.
     buckets : int
-        Number of pieces in which gradients are sent, one after the other, if sending overlaps.
+        Number of pieces that gradients are cut into if sending overlaps; the pieces are sent one by one.
     overlap_compressed : bool
-        Whether compressed messages overlap too. False for the optimizers of this package, whose steps start when all
-        gradients are ready.
+        Whether sending compressed messages also overlaps with the computation. False for the optimizers of this
+        package, whose steps start when all gradients are ready.
     exact : int
         Number of parameters in exact tensors (small ones, norms and biases), which travel as float32 beside the
         compressed ones.

@@ -67,8 +67,8 @@ class Machine:
     copy : float
         Seconds to copy a float32 element.
     speeds : mapping of str to Speed
-        Speeds of compressors by spec string. A compressor that is not among them gets the speed of the one of the same
-        name with the closest payload length. Uncompressed data takes the time of a copy.
+        Speeds of compressors by spec string. A compressor that is not among them gets the speed of the compressor of
+        the same name whose payload length is closest. Uncompressed data takes the time of a copy.
     call : float
         Fixed seconds per exchange of a compressed mean: Python, threads, waiting for late ranks. 0 unless measured.
     tensor : float

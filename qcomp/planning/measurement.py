@@ -29,7 +29,7 @@ class Measured:
     spreads : mapping of str to (float, float)
         The quartiles, in seconds, of the timings "latency", "transfer" and "compute".
     on_one_node : bool
-        Whether all measured ranks share a node. Then the cluster's link is the one inside the node.
+        Whether all measured ranks share a node. Then the cluster's link is the link inside the node.
     """
 
     cluster: Cluster | None

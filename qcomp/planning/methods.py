@@ -207,7 +207,7 @@ class OuterMethod(Method):
         codec = sum(cost.codec for cost in fragments) + job.tensors * machine.tensor
         codec += _OUTER_COPIES * job.params * machine.copy
         wire, sent = sum(cost.wire for cost in fragments), sum(cost.sent for cost in fragments)
-        # A fragment travels during the steps of its delay; fragments use the link one after the other.
+        # A fragment travels during the steps of its delay; only one fragment uses the link at a time.
         waiting = sum(max(0.0, cost.wire - loop.delay * job.compute) for cost in fragments)
         codec, wire, sent, waiting = (total / loop.every for total in (codec, wire, sent, waiting))
         seconds = max(job.compute + codec + waiting, wire)

@@ -49,7 +49,7 @@ def measure_network(
     Latency: half the time of a round trip of 8 bytes between two ranks, on different nodes if there are several, minus
     the transfer time of the bytes. Further messages: the additional time per message when the first ranks of all nodes
     exchange 8 bytes. Bandwidth: from the time in which these ranks exchange ``size`` bytes, minus latencies; the
-    slowest rank counts. Streams: the factor by which a node sends more if all its ranks send.
+    slowest rank counts. Streams: how many times as fast a node sends if all its ranks send.
     """
     if comm.size < 2:
         raise ValueError(f"comm has {comm.size} rank; expected at least 2 to measure the links between them")
@@ -123,7 +123,7 @@ class _Probe:
         return link, latency, moved
 
     def transfer(self, teams: Sequence[Sequence[int]], size: int, link: Link) -> _Spread:
-        """Return the seconds in which each rank sends ``size`` bytes, without the latencies of this link."""
+        """Return the seconds in which each rank sends ``size`` bytes, minus the latencies of this link."""
         peers = len(teams[0]) - 1
         share = self._share(size, peers)
         return self._moving(teams, share, link.seconds(0.0, ranks=1, messages=peers), size / (share * peers))

@@ -60,7 +60,7 @@ def draw(advice: Advice, path: str | Path) -> None:
 
 
 def _shown(advice: Advice) -> list[Row]:
-    """Return the fastest method of each kind: of all plain kinds, and of the fastest other kinds."""
+    """Return the fastest method of each kind that is shown: all plain kinds, and the fastest of the other kinds."""
     fastest = {advice.best.time.method.kind: advice.best}
     for row in advice.rows:  # fastest first
         fastest.setdefault(row.time.method.kind, row)

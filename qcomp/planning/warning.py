@@ -28,8 +28,8 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
     params : array or sequence of arrays
         The parameters, as for `Optimizer.init`.
     comm : Communicator
-        As for `Optimizer.init`. Predictions use its number of ranks, not the measured number, on nodes of equal size,
-        as large as possible but not larger than the measured nodes.
+        As for `Optimizer.init`. Predictions use its number of ranks, not the measured number. They assume nodes of
+        equal size, as large as possible, but not larger than the measured nodes.
     measured : Measured
         From `measure`, or from a file of ``qcomp plan --measure``. There is no warning with one rank, or if the
         measurements do not suffice: the optimizer's compressors or computations were not measured, or the measured
@@ -83,7 +83,7 @@ def warn_if_slower(optimizer: Optimizer, params: Any, comm: Transport, measured:
 
 
 def _resized(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with another number of ranks, on nodes of equal size, no larger than the cluster's nodes."""
+    """Return the cluster with this number of ranks, on nodes of equal size, no larger than the cluster's nodes."""
     fitting = max(each for each in range(1, cluster.ranks_per_node + 1) if ranks % each == 0)
     return replace(cluster, ranks=ranks, ranks_per_node=fitting)
 

@@ -14,7 +14,7 @@ def require(owner: Any, name: str, purpose: str, *, library: str, versions: str)
     """Return an attribute that its library may drop.
 
     Raises ImportError if the installed version lacks it. ``purpose`` says what qcomp needs it for; the error says this
-    after "to". ``versions`` are known to have the attribute, as for pip.
+    after "to". ``versions``, in the notation of pip, are known to have the attribute.
 
     Examples
     --------

@@ -7,7 +7,7 @@ _SAVERS = {
     ("accelerate.checkpointing", "save_custom_state"): "Accelerate",
     ("transformers.trainer", "_save_optimizer_and_scheduler"): "the Trainer of Hugging Face",
 }
-"""The functions, by module and name, that ask for states on all ranks and write only one rank's."""
+"""The functions, by module and name, that ask for states on all ranks, but write the state of only one rank."""
 
 
 def saves_one_rank() -> str | None:

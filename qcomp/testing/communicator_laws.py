@@ -18,7 +18,7 @@ _SCALES = (0, 1, 333, 333, 1_250_003)
 
 
 def _share(sender: int, receiver: int, size: int) -> Vector:
-    """Return what a rank sends another: bytes that identify the sender and the receiver."""
+    """Return what a rank sends another rank: bytes that identify the sender and the receiver."""
     return np.tile(np.array([sender, receiver, 255, 0, 17], dtype=np.uint8), size // 5 + 1)[:size]
 
 
@@ -123,17 +123,19 @@ def memory_is_its_own(comm: Communicator, xp: Namespace) -> None:
         if wrote:
             expected[0, comm.rank] = 77
         same = np.array_equal(np.stack([to_numpy(x) for x in received]), expected)
-        assert same, f"what all_gather returned of {size} bytes shares memory with what ranks sent, or got"
+        assert same, (
+            f"a buffer of {size} bytes from all_gather shares memory with another received or sent one"
+        )
         to_all = comm.all_to_all([mine] * n, [size] * n)
         comm.all_gather(mine[:0], [0] * n)  # now all ranks have what was sent
         _write(mine, 98)
         comm.all_gather(mine[:0], [0] * n)
         same = all(np.all(to_numpy(x) == 99) for x in to_all)
-        assert same, f"what all_to_all returned of {size} bytes changes with what was sent"
+        assert same, f"a buffer of {size} bytes from all_to_all changes if the sent buffer changes"
         for x in to_all:
             _write(x, 1)
         assert np.all(to_numpy(mine) == 98), (
-            f"what all_to_all returned of {size} bytes shares memory with what was sent"
+            f"a buffer of {size} bytes from all_to_all shares memory with the sent buffer"
         )
 
 
@@ -245,4 +247,4 @@ COMMUNICATOR_LAWS: tuple[CommunicatorLaw, ...] = (
     stages_run_over_it,
     starts_wait_in_any_order,
 )
-"""The laws about a communicator that leave it open."""
+"""The laws whose checks leave the communicator open."""

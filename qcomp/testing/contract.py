@@ -1,4 +1,4 @@
-"""`check_compressor`: runs all laws about a compressor, and reports the broken ones."""
+"""`check_compressor`: runs all laws about a compressor, and reports the broken laws."""
 
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ def check_compressor(
     max_examples : int
         Number of vectors drawn for each law.
     thorough : bool
-        Whether to draw ten times as many vectors, and to search longer for the worst ones.
+        Whether to draw ten times as many vectors, and to search longer for the worst vectors.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def compressor_contract(case: Case, max_examples: int = 30) -> Contract:
 
 
 def _search(case: Case, law: VectorLaw, max_examples: int) -> None:
-    """Run a law on one vector of every family, then on drawn ones."""
+    """Run a law on one vector of every family, then on drawn vectors."""
     if not applies(case, law):
         return
     of_sizes = sizes(case.compressor.traits.bucket_size)

@@ -65,7 +65,7 @@ def double_precision(case: Case) -> None:
 
 
 def decoded_in_another_dtype(case: Case) -> None:
-    """A float32 payload decompresses to the same values in float64; a float64 payload to rounded ones in float32."""
+    """A float32 payload decompresses to the same values in float64, a float64 payload to rounded values in float32."""
     if case.jit or len(case.dtypes) < 2:
         return
     bucket = min(case.compressor.traits.bucket_size, 4096)
@@ -118,7 +118,7 @@ def half_precision(case: Case) -> None:
             decoded = to_numpy(case.compressor.decompress(payload, like=case.array(x, name)))
             expected = rounded(case.compress(x, key=key).decoded, name)
             assert decoded.astype(np.float32).tobytes() == expected.tobytes(), (
-                f"decompressed to {name}, it is not the result in float32, rounded once"
+                f"decompressed to {name}, a payload does not give its float32 values, rounded once"
             )
             assert half.data == single.data, (
                 f"the payload of {name} differs from the payload of the same values in float32"
@@ -128,4 +128,6 @@ def half_precision(case: Case) -> None:
                 f"the residual of {name} differs from the residual of the same values in float32"
             )
             decoded, expected = half.decoded.astype(np.float32), rounded(single.decoded, name)
-            assert decoded.tobytes() == expected.tobytes(), f"decompressed to {name}, it is not rounded once"
+            assert decoded.tobytes() == expected.tobytes(), (
+                f"with feedback, values of {name} are not rounded once"
+            )

@@ -1,4 +1,4 @@
-"""Other environments for repeating a call: simulated ones in this process, and a fresh process with all of them.
+"""Environments in which laws repeat a call: simulated one by one in this process, and all at once in a fresh one.
 
 This file is also the program that the fresh process runs, so it imports only what that program needs.
 """

@@ -116,7 +116,7 @@ def _senders_to_first(world: Peers, mean: CompressedMean, damaged: int | None = 
 
 
 def over_a_communicator(world: Peers) -> None:
-    """Over a communicator a topology returns the same as its stages, and no rank waits for one that refuses."""
+    """Over a communicator a topology returns the same as its stages, and no rank waits for a rank that refuses."""
     mean = world.mean()
     found = average(mean, world.values(0), world.start(mean, inputs(0, 0)))
 

@@ -1,4 +1,4 @@
-"""The test vectors for compressors: ordinary ones, and ones that tend to break implementations."""
+"""The test vectors for compressors: ordinary vectors, and vectors that tend to break implementations."""
 
 from collections.abc import Callable
 from typing import Any

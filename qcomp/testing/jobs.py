@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SHAPES = ((110, 110), (40,), (7, 5), (), (0, 3))
-"""A tensor that the default policy compresses, small ones, a scalar, and one without elements."""
+"""A tensor that the default policy compresses, small tensors, a scalar, and a tensor without elements."""
 NAMES = ("layer.weight", "layer.bias", "small", "scale", "empty")
 STEPS = 12
 

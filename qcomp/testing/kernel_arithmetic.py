@@ -57,7 +57,7 @@ _SHAPES_OF_TENSORS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((), (0,), (7,), (1023,), (5, 5, 41), (5000,), (3, 1)),
     ((250, 280), (9,), (70_001,)),
 )
-"""Shapes of tensors that are updated together: one, small and empty ones, and enough elements for several threads."""
+"""Shapes of tensors updated together: a single one; small and empty ones; enough elements for several threads."""
 
 
 def check_steps(kernels: KernelSet, xp: Namespace) -> None:
@@ -218,7 +218,7 @@ def _compare_sums_of_squares(kernels: KernelSet, xp: Namespace) -> None:
 
 
 def _compare_growths(kernels: KernelSet, xp: Namespace) -> None:
-    """Compare growths whose largest element is anywhere, or that are not a number, and infinite variances."""
+    """Compare growths: with the largest element at several places, with NaN, and with infinite variances."""
     frozen, mean = np.abs(vector("gaussian", 5000, 1)), vector("gaussian", 5000, 2)
     fresh = frozen * np.linspace(0.9, 1.1, 5000, dtype=np.float32)
     cases: list[tuple[int, float, float, float]] = [
@@ -312,7 +312,7 @@ def _compare_multiples(kernels: KernelSet, xp: Namespace, size: int, layout: str
 
 
 def _compare_nesterov(kernels: KernelSet, xp: Namespace, size: int, layout: str) -> None:
-    """Compare the momentum, and Nesterov's momentum from it and the gradient."""
+    """Compare the momentum, and Nesterov's momentum, computed from the momentum and the gradient."""
     values, gradient = vector("wide", size, 1), vector("gaussian", size, 2)
     for beta1 in (0.0, 0.95):
         results = []

@@ -81,7 +81,7 @@ def _tensors(xp: Namespace, operands: Operands, rank: int) -> _FlatTensors:
 
 
 def _frames(operands: Operands) -> list[Frame]:
-    """Return the frames of the ranks' chunks, with an empty chunk's after the first, as in means of few buckets."""
+    """Return the frames of the ranks' chunks; the second chunk is empty, as may happen in means of few buckets."""
     first, *others = operands.chunks(_RANKS)
     return [operands.frame(chunk) for chunk in (first, (), *others)]
 

@@ -61,8 +61,8 @@ COMPRESSORS: tuple[Compressor, ...] = (
     TopK(k=1, bucket_size=8, value_bits=1, coding="fixed"),
 )
 """One compressor of each width and norm, with buckets that fit into a vector register and buckets that do not. Of the
-widths that only coders use, the narrowest, the widest and one other are included, also with a factor that rounds to 1.
-Some buckets are not full."""
+widths that only coders use, the narrowest, the widest and one between them are included, also with a factor that rounds
+to 1. Some buckets are not full."""
 
 
 class _Results(NamedTuple):
@@ -125,13 +125,13 @@ def check_kernels(
     """Check that a kernel set returns the same bytes as the pure version.
 
     Results must be equal to the last bit. For one vector these are the payload, the residual (in a new buffer, the
-    donated one, the buffer of x, and a given one), the decompressed vector, and its sum with another one. For several
-    ranks: the mean of two and of three payloads, compressed or not, and the division of a sum. For optimizers: the
-    momentum, and the steps of Adam, also of several tensors at once and in donated buffers. For chunks of several
+    donated one, the buffer of x, and a given one), the decompressed vector, and its sum with another vector. For
+    several ranks: the mean of two and of three payloads, compressed or not, and the division of a sum. For optimizers:
+    the momentum, and the steps of Adam, also of several tensors at once and in donated buffers. For chunks of several
     tensors: messages and their decompressed contents. For PowerSGD: the product of two factors, and a matrix minus this
     product. Sizes are chosen so that tails and padding matter. Values include zeros, subnormals, ties and huge
-    magnitudes. The dtypes are all those that are computed in float32, and float64 if the set takes it. A vector that
-    the pure version refuses must be refused, and a donated residual must then be unchanged. Two threads must not
+    magnitudes. The dtypes are all dtypes that are computed in float32, and float64 if the kernel set takes it. A vector
+    that the pure version refuses must be refused, and a donated residual must then be unchanged. Two threads must not
     disturb each other.
 
     Parameters
@@ -437,7 +437,7 @@ def _check_repeated(kernels: KernelSet, xp: Namespace, compressor: Compressor) -
 
 
 def _compare_payload_of_float64(kernels: KernelSet, xp: Namespace, compressor: Compressor) -> None:
-    """Compare the float32 values of a decompressed float64 payload, whose layout may be another one."""
+    """Compare the float32 values of a decompressed float64 payload, whose layout may not be that of float32."""
     if not has_dtype(xp, "float64"):
         return
     x = vector("gaussian", 2 * compressor.traits.bucket_size + 5, 64)

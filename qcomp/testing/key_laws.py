@@ -99,7 +99,7 @@ def _buckets_tell(case: Case, length: int) -> bool:
     keys = [Key(seed=2000 + number, step=number) for number in range(40)]
     rows = np.asarray([case.decoded(x, key).reshape(count, bucket) for key in keys])
     alike = [np.all(rows[one] == rows[other], axis=1).mean() for one, other in combinations(range(40), 2)]
-    # Even if a share of 1/260 of all pairs agrees, none of these 780 may agree, by chance.
+    # Even if 1/260 of all pairs agree, these 780 may all differ by chance, so count at least 1/260.
     return bool(max(float(np.mean(alike)), 1 / 260) ** count < _NEVER)
 
 
@@ -173,7 +173,7 @@ def _check_buckets(case: Case) -> None:
     row = vector("gaussian", bucket, 15)
     decoded = case.decoded(np.tile(row, copies), Key(seed=3)).reshape(copies, bucket)
     again = case.decoded(np.tile(row, copies), Key(seed=4)).reshape(copies, bucket)
-    # Short buckets may repeat by chance, as often as between two unrelated keys.
+    # Short buckets may agree by chance, as often as the buckets of two unrelated keys.
     first, others = ([row.tobytes() for row in rows] for rows in (decoded, again))
     known = Counter(others)
     expected = sum(known[row] for row in first) / 2
@@ -186,8 +186,8 @@ def _check_buckets(case: Case) -> None:
 def draws_are_independent(case: Case) -> None:
     """Errors under different keys are uncorrelated: the variance of the mean of R ranks is 1/R of one rank's variance.
 
-    This is checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector. Draws of neighbouring
-    keys are not shifted against each other, and neighbouring buckets are uncorrelated.
+    This is checked for ranks, steps, hops, tensors, seeds, and the buckets of one vector. Draws of neighbouring keys
+    are not shifted copies of each other, and neighbouring buckets are uncorrelated.
     """
     for each in case.of_shapes:
         if each.compressor.traits.random:
@@ -230,7 +230,7 @@ def _require_independent(plain: Case) -> None:
         count = len(values)
         gain = 1 + (count - 1) * float(pairs.sum() / (count * (count - 1) / 2))
         assert abs(gain - 1) < 12 * deviation + 0.05, (
-            f"the variance of the mean over {count} {part}s is {gain / count:.3g} of that of one; expected "
+            f"the variance of the mean over {count} {part}s is {gain / count:.3g} of the variance of one; expected "
             f"{1 / count:.3g}"
         )
 

@@ -1,4 +1,4 @@
-"""The common part of all checks: laws in groups, run one after the other, and a report of the broken ones."""
+"""The common part of all checks: laws, which run group by group, and a report of the broken laws."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Contract:
                 return
 
     def broken(self, *, only: str | None = None) -> Iterator[tuple[str, str]]:
-        """Run the laws, and yield the name of each broken one and its counterexample; see `verdicts`."""
+        """Run the laws, and yield the name of each broken law and its counterexample; see `verdicts`."""
         for name, found in self.verdicts(only=only):
             if found is not None:
                 yield name, found

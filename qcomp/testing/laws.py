@@ -134,7 +134,7 @@ def _require_same_when_cut(case: Case, size: int, *cuts: int, dtype: str = "floa
 
 
 def fields_by_bucket(case: Case) -> None:
-    """If `fields_by_bucket` is True, each field of a payload concatenates this field of its parts' payloads."""
+    """If `fields_by_bucket` is True, each field of a payload joins the same fields of the payloads of the parts."""
     own = case.plain.on_numpy.compressor
     bucket = own.traits.bucket_size
     if not own.fields_by_bucket or bucket > LONGEST_BUCKET:
@@ -151,7 +151,7 @@ def fields_by_bucket(case: Case) -> None:
 
 
 def padding_never_leaks(case: Case) -> None:
-    """Padding does not matter: a last bucket that is not full is compressed no worse than full ones of such values.
+    """Padding does not matter: a last bucket that is not full is compressed no worse than full buckets of such values.
 
     This is checked with equal values, and with positive values far from zero, whose errors grow if padding counts as
     elements.
@@ -415,7 +415,7 @@ MEAN_LAWS: tuple[Law, ...] = (
     unbiased_at_every_size,
     unbiased,
 )
-"""Laws about averages over draws, and about the worst vectors. They rely on all others, and take longest."""
+"""Laws about averages over draws, and about the worst vectors. They rely on all other laws, and take longest."""
 
 LAWS: tuple[Law, ...] = (*FORM_LAWS, *STATE_LAWS, *VALUE_LAWS, *MEAN_LAWS)
 """All laws about a compressor."""

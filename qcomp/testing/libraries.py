@@ -1,4 +1,4 @@
-"""Conversion of arrays between NumPy and the checked library."""
+"""Conversion of arrays between NumPy and the array library that a check runs on."""
 
 from types import ModuleType
 from typing import Any

@@ -1,4 +1,4 @@
-"""Common parts of the checks of compressed means: values, first states, one mean of all ranks, and what is owed."""
+"""Common parts of the checks of compressed means: values, first states, a mean of all ranks, and what it owes."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""Laws of a compressor's memory: calls write only to given buffers, results share none, and layouts do not matter."""
+"""Laws of a compressor's memory: a call writes only to given buffers, and results share no memory with anything.
+
+The layout of an array in memory does not change results.
+"""
 
 import math
 from collections.abc import Callable, Iterator

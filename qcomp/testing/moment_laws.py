@@ -65,7 +65,7 @@ class _Situation:
     calls: int
     what: str
     unit: int
-    """The number of elements whose draws may depend on each other: a bucket's, or the whole vector's."""
+    """The number of elements whose draws may depend on each other: of a bucket, or of the whole vector."""
 
 
 def unbiased(case: Case) -> None:
@@ -212,7 +212,7 @@ def _directions(v: Vector, unit: int) -> Vector:
 def _deviations(case: Case, situation: _Situation, unseen: float) -> tuple[Vector, Vector]:
     """Return the deviation of the mean in each direction, in standard errors and as a fraction of v.
 
-    ``unseen`` is the largest error, relative to the largest magnitude, in draws of an element too rare to be sampled.
+    ``unseen`` is the largest error, relative to the largest magnitude, that only draws too rare to be sampled cause.
     """
     x, unit = situation.x, situation.unit
     exact = flushed(x).astype(np.float64)

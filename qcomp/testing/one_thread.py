@@ -28,8 +28,8 @@ def lockstep(
     Raises
     ------
     AssertionError
-        If the ranks yield different kinds or numbers of exchanges, or a rank sends a size other than the one that the
-        receiver announces.
+        If the ranks yield different kinds or numbers of exchanges, or a rank sends another size than the receiver
+        announces.
 
     Examples
     --------

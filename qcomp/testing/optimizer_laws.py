@@ -134,7 +134,7 @@ def _require_drawn(grads: Sequence[Any], job: Ranks, step: int) -> None:
 
 
 def keeps_no_gradients(case: OptimizerCase) -> None:
-    """The results of a step do not change if the gradients are overwritten later, as by frameworks."""
+    """The results of a step do not change if the gradients are overwritten later, as frameworks do."""
     for size in (1, 2):
         job = case.start(size)
         for step in range(STEPS):
@@ -331,7 +331,7 @@ def weights_scale_gradients(case: OptimizerCase) -> None:
 
 
 def another_world_goes_on(case: OptimizerCase) -> None:
-    """Three ranks, and one, load the dicts of two ranks with their moments and residuals, and agree; or all refuse."""
+    """Jobs of three ranks and of one load dicts of two ranks, keep mean moments and residuals, and agree; or refuse."""
     for saved, size in product(case.whole_run[::3], (3, 1)):
         dicts = [_through_a_file(case.optimizer.state_dict(state)) for state in saved.states]
         stages = [

@@ -42,7 +42,7 @@ _LAWS: tuple[tuple[_Law, ...], ...] = (
         setting_laws.draws_have_keys_of_their_own,
     ),
 )
-"""The laws about an optimizer, in groups; later ones rely on earlier ones."""
+"""The laws about an optimizer, in groups; later groups rely on earlier groups."""
 
 
 def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:

@@ -151,7 +151,7 @@ def clipping_scales_gradients(case: OptimizerCase) -> None:
 
 
 def _of_known_norm(rank: int) -> list[Vector]:
-    """Return gradients with norm 7 * 128 on rank 0, 128 on rank 1; as 49 + 1 = 2 * 25, their global norm is `_NORM`."""
+    """Return gradients with norm 7 * 128 on rank 0, 128 on rank 1; as (49 + 1) / 2 = 5^2, both make `_NORM`."""
     rng = np.random.default_rng([12, rank])
     sizes = [int(np.prod(shape)) for shape in SHAPES]
     values = np.ones(sum(sizes), np.float32)
@@ -279,7 +279,7 @@ def _lost(case: OptimizerCase, steps: int) -> str | None:
 
 
 def draws_have_keys_of_their_own(case: OptimizerCase) -> None:
-    """No two buckets are rounded with the same draws, whatever their steps, tensors and ranks; the seed selects all."""
+    """No two buckets are rounded with the same draws, whatever their steps, tensors and ranks; the seed changes all."""
     seed = case.optimizer.seed or 1
     seeded = case.having(seed=seed)
     if seeded is None:

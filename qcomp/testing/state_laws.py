@@ -67,7 +67,7 @@ def first_calls(case: Case) -> Results:
 
 
 def independent_of_calls(case: Case) -> None:
-    """The first call, later calls, calls after different ones, and calls of a copy give the same result."""
+    """The first call, later calls, calls after different calls, and calls of a copy give the same result."""
     if case.jit:
         return
     sizes = _sizes(case)
@@ -186,7 +186,7 @@ def independent_of_threads(case: Case) -> None:
 
 
 class FilesOfAuthor:
-    """The files of an author's code: those of a class, its bases and its package, and all that are in no library."""
+    """The files of an author's code: those of a class, its bases and its package, and files outside all libraries."""
 
     def __init__(self, cls: type) -> None:
         self._bases = {getattr(sys.modules[base.__module__], "__file__", None) for base in cls.__mro__}

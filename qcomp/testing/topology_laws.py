@@ -233,7 +233,7 @@ def side_by_side(world: Peers) -> None:
 
 
 def rounds_change_nothing(world: Peers) -> None:
-    """If the topology allows rounds, several rounds give the same means and residuals as one."""
+    """If the topology allows rounds, several rounds give the same means and residuals as one round."""
     resolved = topology(world.topology)
     if not resolved.allows_rounds or world.is_exact:
         return
@@ -357,7 +357,7 @@ def costs_make_sense(world: Peers) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)  # each rank counts by itself; if these were equal, they would share layouts
+@dataclass(frozen=True, eq=False)  # each rank has its own counts; equal objects would share layouts
 class _Counting(ScaledSign):
     """Counts the elements that it compresses and decompresses."""
 
@@ -516,7 +516,7 @@ TOPOLOGY_LAWS: tuple[tuple[TopologyLaw, ...], ...] = (
         over_a_communicator,
     ),
 )
-"""The laws about a topology, in groups; later ones rely on earlier ones."""
+"""The laws about a topology, in groups; later groups rely on earlier groups."""
 
 OF_MANY_RANKS: tuple[TopologyLaw, ...] = (
     exact_without_loss,

@@ -1,4 +1,4 @@
-"""Laws about worst cases: neither known hard vectors nor those found by ascent break the bounds in the traits."""
+"""Laws about worst cases: neither known hard vectors nor vectors found by ascent break the bounds in the traits."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

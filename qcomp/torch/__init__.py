@@ -2,8 +2,8 @@
 
     optimizer = qcomp.torch.OneBitAdam(model.parameters(), lr=1e-3)
 
-They themselves average over the ranks that torchrun or mpirun starts. Do not wrap the model in
-DistributedDataParallel, which would average the gradients too, unless you pass the wrapped model as ``model=``.
+They themselves average over the ranks that torchrun or mpirun starts. Do not wrap the model in DistributedDataParallel,
+which would average the gradients a second time. If the model is wrapped, pass it as ``model=``.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The base of the optimizers whose warm-up makes AdamW's steps: they load AdamW's state, and return one for AdamW."""
+"""The base of optimizers whose warm-up steps are AdamW's: they load AdamW's state, and can save a state for AdamW."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qcomp.torch.state_format import OfRank
 _STEP, _MOMENTUM, _VARIANCE, _LARGEST = "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 _DECOUPLED = "decoupled_weight_decay"
 _USUAL = {"amsgrad": False, "maximize": False}
-"""Settings of AdamW that change its steps, with the values under which its steps equal the warm-up's."""
+"""Settings of AdamW that change its steps, with the only values under which its steps equal those of the warm-up."""
 _DROPPED = {*_USUAL, _DECOUPLED, "foreach", "capturable", "differentiable", "fused", "param_names"}
 """Keys of AdamW's groups that loading drops."""
 _BEGIN_ANEW = "Or begin without this state, with a warm-up of the learning rate"
@@ -137,7 +137,7 @@ def _is_decoupled(core: Any) -> bool:
 def _require_groups(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], core: Optimizer
 ) -> None:
-    """Raise ValueError unless AdamW's groups match these in their parameters, and have settings supported here."""
+    """Raise ValueError unless AdamW's groups have the parameters of these groups, and settings supported here."""
     counts = [[len(group["params"]) for group in of] for of in (saved, groups)]
     if counts[0] != counts[1]:
         raise ValueError(f"AdamW has groups of {counts[0]} parameters; this optimizer has {counts[1]}")
@@ -195,7 +195,7 @@ def _moments(
         moment = given.detach().to(zero.device, zero.dtype, copy=True).contiguous()  # steps overwrite it
         if not moment.isfinite().all() or (kind == _VARIANCE and (moment < 0).any()):
             raise ValueError(
-                f"AdamW has {kind} of {name!r} with a value that is not finite or below 0: load an earlier checkpoint"
+                f"AdamW has {kind} of {name!r} with a value that is negative or not finite: load an earlier checkpoint"
             )
         found.append(moment)
     return tuple(found)

@@ -55,11 +55,11 @@ class CompressedSGD(AveragingOptimizer):
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
-        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
+        False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -151,11 +151,11 @@ class OneBitAdam(BeginsAsAdamW):
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
-        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
+        False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -233,7 +233,7 @@ class OneBitLamb(AveragingOptimizer):
     trust_decay : float, default 0.9
         Decay rate of the average of the trust ratios in the warm-up, from 0 to below 1.
     factor_bounds : tuple of two floats, default (0.5, 4.0)
-        Smallest and largest factor by which compressed steps multiply that average, the first above 0.
+        Smallest and largest factor by which compressed steps multiply the average trust ratio, the first above 0.
     factor_change : float, default 0.1
         Largest relative change of a factor per step, from 0 to below 1.
     compressor : Compressor, default ScaledSign(scale="rms")
@@ -257,11 +257,11 @@ class OneBitLamb(AveragingOptimizer):
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
-        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
+        False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -359,11 +359,11 @@ class QAdam(BeginsAsAdamW):
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
-        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
+        False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -456,11 +456,11 @@ class ZeroOneAdam(BeginsAsAdamW):
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero, only ``clip_norm`` can clip once momenta
-        are averaged, and a GradScaler cannot be used. By default no model is wrapped.
+        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
+        False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 
@@ -502,6 +502,6 @@ class ZeroOneAdam(BeginsAsAdamW):
         super().__init__(**arguments(optimizers.ZeroOneAdam, locals()))
 
     def _after_adamw(self, core: Any, state: OptimizerState) -> OptimizerState:
-        """Return the state after AdamW's steps, from which the next step of 0/1 Adam may be a compressed one."""
+        """Return the state after AdamW's steps, from which the next step of 0/1 Adam may be compressed."""
         after: OptimizerState = core.after_adam(state)
         return after

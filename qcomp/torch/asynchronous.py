@@ -26,7 +26,7 @@ class AsynchronousOuterLoop:
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained, as for `OuterLoop`, but whole on this rank. Its parameters become those that the ranks share.
+        What is trained, as for `OuterLoop`, but whole on this rank. Its parameters become the shared parameters.
         Buffers are not exchanged.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, as for `OuterLoop`. Their states stay on their ranks.
@@ -129,7 +129,7 @@ class AsynchronousOuterLoop:
     @untraced
     @torch.no_grad()
     def _after(self, optimizer: Any, *_: Any) -> None:
-        """Count an inner step; send a contribution only once the state holds it, so that an error cannot double it."""
+        """Count an inner step; send a contribution after the state holds it, so that no error makes it count twice."""
         if not self._calls.leave(optimizer) or optimizer is not self._trained.optimizers[-1]:
             return
         values = self._trained.values()

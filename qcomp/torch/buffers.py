@@ -66,7 +66,7 @@ def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[s
 
 
 def _rule(leaf: str, beside: Mapping[str, torch.Tensor]) -> str:
-    """Return how all ranks' versions of a buffer become one, judged by its name and the others in its module."""
+    """Return how all ranks' versions of a buffer become one, judged by its name and the other buffers of its module."""
     buffer, pair = beside[leaf], [beside.get(name) for name in ("running_mean", "running_var")]
     if buffer.dtype not in WITH_A_MEAN:
         return _OF_FIRST
@@ -83,24 +83,25 @@ def of_first_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: 
 
 
 def combine_stages(buffers: Mapping[str, Buffer], state: OptimizerState, like: Any) -> Stages[None]:
-    """Make buffers the same on all ranks; those with the same bits on all ranks stay as they are.
+    """Make buffers the same on all ranks; buffers that have the same bits on all ranks stay as they are.
 
     Call it under ``torch.no_grad()``. Nothing is written before everything has arrived.
 
     Raises MismatchError on every rank, if the ranks' buffers differ in name, shape or dtype; NonFiniteError, if a
-    running mean or variance that differs between ranks is not finite on one of them.
+    running mean or variance differs between ranks and is not finite on some rank.
 
     Running means and variances become the moments of the mixture of all ranks' data, in equal parts: the mean of the
     means, and the mean of the variances plus the variance of the means. Ranges of observers become the smallest range
-    that contains those of all ranks, and histories of largest magnitudes become their maximum. All other buffers are
-    copied from rank 0, bit for bit.
+    that contains the ranges of all ranks, and histories of largest magnitudes become their maximum. All other buffers
+    are copied from rank 0, bit for bit.
 
-    A rank of N sends the name, shape, dtype and digest of each buffer to all other ranks. Of the differing buffers, it
-    sends 2 (N - 1) / N times the bytes of running means and variances, with the variances counted twice, (N - 1) times
-    the bytes of the ranges, and at most about twice the bytes of the others.
+    A rank of N sends the name, shape, dtype and digest of each buffer to all other ranks. If buffers differ, it also
+    sends 2 (N - 1) / N times the bytes of their running means and variances (variances count twice), (N - 1) times the
+    bytes of their ranges, and at most about twice the bytes of all others.
     """
     own = {
-        # Digest a copy: torch cannot resize memory that NumPy has seen, as an observer must in its first forward pass.
+        # Digest a copy: torch cannot resize memory that NumPy has seen, and the first forward pass of an observer
+        # resizes its buffers.
         name: (f"{dtype_name(b.value.dtype)} of shape {tuple(b.value.shape)}", digest(b.value.clone()))
         for name, b in buffers.items()
     }

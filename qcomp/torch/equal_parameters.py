@@ -18,8 +18,8 @@ COMPARED = frozenset([0, *(10**power for power in range(1, 8))])
 def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicator) -> list[Any]:
     """Return the parameters, with rank 0's values where they differ between ranks; collective.
 
-    DistributedDataParallel starts all ranks with these values, too. If the ranks differ in names, shapes or dtypes,
-    each gets its own values back.
+    Under DistributedDataParallel, too, all ranks start with rank 0's values. If the ranks differ in names, shapes or
+    dtypes, each gets its own values back.
     """
     as_tensors(values, "params")
     if comm.size == 1 or any(hasattr(x, "device_mesh") for x in values):

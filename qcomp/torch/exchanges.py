@@ -42,8 +42,8 @@ _SAME_MODULES = (
 )
 
 _WEIGHTS_HOP = 1 << 31
-"""The hop of the draws that round weights. No mean of gradients uses it, so gradients and weights draw
-independently."""
+"""The hop of the draws that round weights. No mean of gradients uses this hop, so the draws for gradients and for
+weights are independent."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Sharded:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _run(self, stages: Stages[Any], what: str) -> Any:
-        """Run a computation in stages. Its exchanges name the module, since ranks may run different ones by mistake."""
+        """Run a computation in stages. Its exchanges name the module, as ranks may run different modules by mistake."""
         unit = self._unit
         owner = Owner(unit.label, 0, unit.names, self._stream, what, _SAME_MODULES)
         return drive(owned(stages, owner), self._comm)
@@ -100,7 +100,7 @@ class _Sharded:
         return shards if shards.size == size else None
 
     def _joined(self, size: int) -> Shards:
-        """Treat a message as the shards of one tensor, since the places of the parameters in it are not known."""
+        """Treat a message as the shards of one tensor, since it is not known where in it the parameters are."""
         return self._of((self._compressor.for_shape((size * self._comm.size,)),), (size,))
 
 
@@ -117,7 +117,8 @@ class _Scattered(NamedTuple):
 class ScatteredGradients(_Sharded):
     """The compressed reduce-scatter of one unit.
 
-    Compresses the parameters that ``terms`` do not keep exact, over the ranks over which the unit is sharded.
+    It averages over the ranks over which the unit is sharded, and compresses the parameters that ``terms`` do not keep
+    exact.
     """
 
     def __init__(self, unit: Unit, compressor: Compressor, comm: TorchCommunicator, terms: Rules) -> None:
@@ -323,7 +324,7 @@ class GatheredWeights(_Sharded):
             output_tensor.copy_(found)
 
     def _changes_in(self, shards: Shards, own: torch.Tensor, mark: int, key: Key) -> Stages[Any]:
-        """Return all weights: the last ones plus the changes since. The first call gathers all weights exactly."""
+        """Return all weights: the last weights plus the changes since then. The first call gathers them exactly."""
         sent, self._sent = self._sent, mark
         found: Any
         if self._last is None:
@@ -405,7 +406,7 @@ class ReplicatedGradients(BeforeSteps):
             )
         state = self._follow(unit)
         kept, self._kept = self._kept, None
-        if kept is not None and unit.has_gradients:  # else zero_grad has dropped the earlier backward passes
+        if kept is not None and unit.has_gradients:  # else zero_grad has dropped the earlier gradients
             if kept.shape != gradients.shape:
                 raise ValueError(
                     f"{unit.label} has gradients of {gradients.shape[0]} elements, but had {kept.shape[0]} in earlier "
@@ -429,7 +430,7 @@ class ReplicatedGradients(BeforeSteps):
             part.copy_(mean)
 
     def _follow(self, unit: Unit) -> OptimizerState:
-        """Return the state of the mean of these parameters, which may be new ones if no residual is owed."""
+        """Return the state of the mean of these parameters, which without feedback may change between calls."""
         before = self._state
         if before is not None and unit.names == self._trained.names:
             return before

@@ -58,9 +58,9 @@ def compress(
         same decoded weights; the optimizer keeps its own weights exactly. None leaves them exact.
     replicas : DeviceMesh or ProcessGroup, optional
         The ranks that have the same shards as this one. The model must be sharded over a one-dimensional mesh without
-        them, such as ``mesh["shard"]`` of a mesh with the dimensions ("replicas", "shard"), or replicated over a mesh
-        of one rank. Gradients are then reduced exactly inside a shard group, whose ranks are close, and averaged
-        with compression between replicas, which are not.
+        other replicas, such as ``mesh["shard"]`` of a mesh with the dimensions ("replicas", "shard"), or replicated
+        over a mesh of one rank. Gradients are then reduced exactly inside a shard group, whose ranks are close to each
+        other, and averaged with compression between replicas, which are farther apart.
     feedback : bool, optional
         Whether error feedback adds what compression loses to the next gradients. By default True unless ``gradients``
         is unbiased. On each rank, residuals are as large as the gradients of the whole model, or with ``replicas`` as
@@ -76,10 +76,10 @@ def compress(
         Seed of the random draws, equal on all ranks.
     nonfinite : {"raise", "propagate"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. In both cases the gradients of that module become NaN
-        on all ranks, no residual changes, and a GradScaler skips the step on all ranks; see `Compression.rescale`.
-        ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError` and leaves its parameters
-        unchanged. With ``replicas``, this happens only on the ranks that have the same shards. ``"propagate"``: the
-        optimizer steps, as under plain FSDP2.
+        on all ranks, its residuals do not change, and a GradScaler skips the step on all ranks; see
+        `Compression.rescale`. ``"raise"``: an optimizer that would step with these gradients raises `NonFiniteError`
+        and leaves its parameters unchanged. ``"propagate"``: the optimizer steps, as under plain FSDP2. With
+        ``replicas``, only the ranks that hold the shard with such a gradient get NaN, and only they raise.
 
     Returns
     -------
@@ -94,7 +94,7 @@ def compress(
         If a parameter has no values yet, or torch offers no hook for a requested compression; the error says what to do
         instead.
     MismatchError
-        On every rank, if the ranks differ in these settings or in the model, or replicas in their weights.
+        On every rank, if the ranks differ in these settings or in the model, or if replicas differ in their weights.
 
     Warns
     -----
@@ -211,7 +211,7 @@ class Compression:
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by a factor, because the next gradients have another scale.
 
-        See `qcomp.integrations.ddp.HookState.rescale`, which explains it.
+        `qcomp.integrations.ddp.HookState.rescale` explains when this is needed.
 
         Parameters
         ----------

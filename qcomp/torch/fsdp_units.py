@@ -20,8 +20,8 @@ _state_of = fsdp_state_of()
 class Unit:
     """The parameters of one call of ``fully_shard``; every rank has a shard of them.
 
-    ``names`` are those within the model, in FSDP2's order, and so are the DTensors ``params``. ``name`` is the module's
-    own, empty for the model itself.
+    ``names`` are the names of the parameters within the model, and ``params`` their DTensors, both in FSDP2's order.
+    ``name`` is the name of the module, empty for the model itself.
     """
 
     module: Any
@@ -159,9 +159,9 @@ def units_of(model: Any) -> list[Unit]:
 
 
 def _owned(module: Any, prefix: str, owner: Any, owner_name: str) -> Iterator[tuple[Any, str, str, Any]]:
-    """Yield each parameter's sharded module, this module's name, the parameter's name, and itself; children first.
+    """Yield the sharded module of each parameter, the module's name, the parameter's name, and the parameter.
 
-    Names are without the ``_orig_mod`` of torch.compile.
+    Children come first. Names are without the ``_orig_mod`` of torch.compile.
     """
     if isinstance(module, FSDPModule):
         owner, owner_name = module, prefix.removesuffix(".")

@@ -24,9 +24,9 @@ _LAST_RATE = "last_lr"
 class LiveSettings:
     """Makes an optimizer of the core with the current settings of the parameter groups.
 
-    ``make`` gets ``learning_rate``, ``weight_decay``, ``groups`` and the settings in ``shared``: the keys of
-    param_groups besides lr and weight_decay that are read in every step, and equal in all groups except for ``betas``
-    and ``eps``.
+    ``make`` gets ``learning_rate``, ``weight_decay``, ``groups`` and the settings in ``shared``. These are the keys of
+    param_groups besides lr and weight_decay that are read in every step. Their values are equal in all groups, except
+    those of ``betas`` and ``eps``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LiveSettings:
         """The settings that `optimizer` has read last, as text; equal settings give equal text."""
 
     def anew(self, last_rate: float | None = None) -> LiveSettings:
-        """Return a copy that remembers no earlier step, except for the given rate of the last one."""
+        """Return a copy that remembers no earlier step, except for the given rate of the last step."""
         return LiveSettings(self._make, self._names, self._shared, last_rate)
 
     def saved(self, groups: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def split_last_rate(
 ) -> tuple[list[dict[str, Any]], float | None]:
     """Split what `LiveSettings.saved` returned: return groups without the last rate, and this rate, None if unknown.
 
-    Raises ValueError if it is not a finite number >= 0.
+    Raises ValueError if the rate is not a finite number >= 0.
     """
     known = any(_LAST_RATE in group for group in groups)
     rate = max(_not_negative(groups, _LAST_RATE)) if known else None
@@ -184,7 +184,7 @@ def out_of_arrays(value: Any) -> Any:
         return tuple(map(out_of_arrays, value))
     if not hasattr(value, "reshape"):
         return value
-    numbers = value.reshape(-1)[:9].tolist()  # a damaged state may have more; no setting has
+    numbers = value.reshape(-1)[:9].tolist()  # a damaged state may have more numbers; no setting has
     return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
@@ -209,7 +209,7 @@ class _Rate:
         self._before = self._now = last
 
     def advance(self, step: int, rate: float) -> None:
-        """Set the rate of the next step, after ``step`` completed ones."""
+        """Set the rate of the next step, after ``step`` completed steps."""
         if step != self._step:
             self._before = rate if self._now is None else self._now
         self._step, self._now = step, rate
@@ -260,7 +260,7 @@ class _CompressorByGroup(_ByGroup):
 
 
 def exact_of(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> ExactPolicy | None:
-    """Return the policy of all groups: their common one, else one that asks each group's.
+    """Return one policy for all groups: the policy that they share, else one that asks the policy of each group.
 
     Each group's ``exact`` is a policy, or True or False for all its tensors, or None for False.
     """

@@ -22,7 +22,7 @@ Written = list[tuple[Any, Any]]
 _CHOICES = ("keep", "average", "reset")
 _OF_ADAM = ("exp_avg", "exp_avg_sq")
 _COUNT = "step"
-"""The entry that counts a parameter's steps. Its shape is (), which may be the shape of a parameter, too."""
+"""The entry that counts a parameter's steps. Its shape is (), and a parameter may have this shape as well."""
 
 
 class InnerOfTorch:

@@ -54,7 +54,7 @@ class Muon(AveragingOptimizer):
     splits : mapping of str to int or sequence of int, default {}
         Patterns of the names of tensors that hold several matrices along the axis of the outputs, such as queries, keys
         and values, each with the number of equal parts, or the rows of each part: ``{"*qkv*": 3}``. 1 says that a
-        tensor is one matrix; with its whole name as the pattern, even if it looks like depthwise kernels.
+        tensor is one matrix. If the tensor looks like depthwise kernels, the pattern must be its whole name.
     output_axis : {0, -1}, default 0
         The axis of a weight whose indices are the outputs of its layer: 0 in torch, -1 in ``Conv1D`` of transformers.
     block_rows : int, optional
@@ -66,7 +66,7 @@ class Muon(AveragingOptimizer):
         Dtype of the matrix products in the orthogonalisation. ``"bfloat16"``, as in ``torch.optim.Muon``, is several
         times as fast on GPUs and on CPUs that support it.
     adam_learning_rate_factor : float, optional
-        The learning rate of AdamW, as a factor of the group's. None, the default, is 1 with
+        AdamW's learning rate divided by the learning rate of the group. None, the default, is 1 with
         ``adjust_lr_fn="match_rms_adamw"``, or if a group has ``use_muon=False``; else 0.1.
     betas : tuple of two floats, default (0.9, 0.999)
         Decay rates of AdamW's momentum and variance, each from 0 to below 1. Each group may have its own.
@@ -94,22 +94,23 @@ class Muon(AveragingOptimizer):
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model of these parameters, if it is wrapped: a matrix goes to its owner when its bucket is ready, and owners
         orthogonalise while the backward pass goes on. Then a parameter that no rank used counts as having a gradient of
-        zero, only ``clip_norm`` can clip, and no GradScaler can be used. By default no model is wrapped, and `step`
-        averages.
+        zero. Only ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped, and
+        `step` averages.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters, as under DistributedDataParallel, which does so itself for ``model``.
-        If False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
+        False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.Muon` for the algorithm, what it sends, and its source. With ``model``, owners and random draws are the
     same as without it, so steps are equal too: bit for bit if the library multiplies each matrix of a batch as it
     multiplies a single one.
 
-    Parameters may be sharded by ``fully_shard``: all over one mesh, which may have replicas, and each along any axis.
-    Then ``whiten_steps`` cannot be used. Each rank sends its shard of a gradient to the owner of the matrix, and gets
-    its shard of the update. With N ranks it sends 1/N of the bytes that it would send for whole tensors. If ``comm``
-    has the ranks of several meshes of one dimension, each mesh holds a replica, and Muon averages the gradients of the
-    replicas; else FSDP2 has averaged them. ``init_sync`` has no effect on shards: replicas that begin with different
-    parameters are an error. Without compression, parameters equal those of Muon on whole tensors, bit for bit.
+    Parameters may be sharded by ``fully_shard``: all parameters over one mesh, which may have replicas, and each
+    parameter along any axis. Then ``whiten_steps`` cannot be used. Each rank sends its shard of a gradient to the owner
+    of the matrix, and gets its shard of the update. With N ranks it sends 1/N of the bytes that it would send for whole
+    tensors. If ``comm`` has the ranks of several meshes of one dimension, each mesh holds a replica, and Muon averages
+    the gradients of the replicas; else FSDP2 has averaged them. ``init_sync`` has no effect on shards: replicas that
+    begin with different parameters are an error. Without compression, parameters equal those of Muon on whole tensors,
+    bit for bit.
 
     Examples
     --------
@@ -199,7 +200,7 @@ class Muon(AveragingOptimizer):
 
     @staticmethod
     def _has_rates_of_adam(groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether any group gives AdamW's learning rate itself, instead of one to be multiplied by a factor."""
+        """Return whether the learning rate of any group is AdamW's own, which no factor multiplies."""
         return any(group["use_muon"] is False for group in groups)
 
     def _policies(

@@ -21,7 +21,7 @@ def own_shard(x: Any) -> Any:
 
 
 def sharding_of(names: Sequence[str], params: Sequence[Any], comm: Communicator) -> Sharding | None:
-    """Return how parameters are cut, the same on all ranks; None if none is a DTensor. Collective if one is.
+    """Return how parameters are cut, the same on all ranks; None if no parameter is a DTensor. Collective if one is.
 
     ``comm`` has the ranks of the mesh, or of several meshes, of which each holds a replica. Raises TypeError if only
     some parameters are sharded, and ValueError if one is cut along several dimensions, or the ranks of the meshes are

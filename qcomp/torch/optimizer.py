@@ -75,7 +75,7 @@ class AveragingOptimizer(SavedOptimizer):
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model whose backward pass the exchange overlaps with; it must have no communication hook.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model`` DistributedDataParallel does that.
+        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
@@ -337,7 +337,7 @@ class AveragingOptimizer(SavedOptimizer):
         return self._settings.optimizer(self.param_groups, state.step)
 
     def _adopt(self, params: Sequence[Any], state: OptimizerState) -> None:
-        """Write values into the parameters, and make a state the current one."""
+        """Write new values into the parameters, and make the state that belongs to them the current state."""
         self._write(params)
         self._take(state)
 
@@ -397,7 +397,7 @@ class AveragingOptimizer(SavedOptimizer):
 
 
 def _as_precise(grad: Any, p: Any) -> Any:
-    """Return a gradient in the precision, single or double, of its parameter: with ``grad_dtype`` it may differ."""
+    """Return a gradient in the precision, single or double, of its parameter; with ``grad_dtype`` they may differ."""
     return grad.to(p.dtype) if (grad.dtype == torch.float64) != (p.dtype == torch.float64) else grad
 
 

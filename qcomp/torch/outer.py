@@ -52,8 +52,8 @@ class OuterLoop:
     Parameters
     ----------
     model : Module, or iterable of Parameter or of pairs of names and parameters
-        What is trained. Parameters that require no gradient stay as they are. One that is given twice counts once.
-        Do not wrap a module in DistributedDataParallel, except over the ranks of one node.
+        What is trained. Parameters that require no gradient stay as they are. A parameter that is given twice counts
+        once. Do not wrap a module in DistributedDataParallel, except over the ranks of one node.
     optimizer : torch.optim.Optimizer, or sequence of them
         The inner optimizers, in the order in which they step, or the wrappers of a framework around them.
     loop : qcomp.OuterLoop
@@ -66,8 +66,8 @@ class OuterLoop:
         Whether a module's dense buffers become the same on all ranks once in ``every`` steps, with the last fragment.
         Running means and variances, as in BatchNorm, become the means and variances of all ranks' data together. Ranges
         of quantisation observers become the range over all ranks, and histories of largest magnitudes (``amax``) their
-        maximum. All others are copied from rank 0, as under DistributedDataParallel, since not all have a useful mean:
-        a mean of unit vectors is no unit vector. With False no buffer is exchanged.
+        maximum. All other buffers are copied from rank 0, as under DistributedDataParallel, since not all have a useful
+        mean: a mean of unit vectors is no unit vector. With False no buffer is exchanged.
     inner_state : {"keep", "average", "reset"} or qcomp.outer.InnerStates, default "keep"
         What happens to the states of the inner optimizers. With ``"keep"`` they stay on their ranks. With ``"average"``
         the tensors of a parameter's shape, such as ``exp_avg``, are averaged exactly whenever the parameter is
@@ -86,8 +86,8 @@ class OuterLoop:
         does not have, or has a loop already; or if ``inner_state`` does not fit the optimizers or the loop. On every
         rank, if the model or an optimizer of qcomp averages over all these ranks in every step. From a step, before it
         changes anything: if since the loop was made an optimizer has received other parameters, the model has got other
-        tensors, or a parameter has begun to require a gradient; or, on every rank, if no optimizer has a state that is
-        due.
+        tensors, or a parameter has begun to require a gradient; or, on every rank, if a state that ``inner_state``
+        names is due and no optimizer has it.
     MismatchError
         On every rank, if the ranks differ in settings, or with ``init_sync=False`` in parameters; or from a step that
         makes buffers equal, if these differ in name, shape or dtype.
@@ -105,7 +105,8 @@ class OuterLoop:
     -----
     With a ``delay`` the exchanges travel while inner steps run, see `qcomp.outer.Overlapped`. In the warm-up, the
     gradients of an optimizer's parameters are averaged before each of its steps, so all ranks make the same steps in
-    the same order; a parameter that no rank has used stays without a gradient. A closure's loss is averaged, too.
+    the same order; a parameter that no rank has used stays without a gradient. The loss that a closure returns is
+    averaged as well.
 
     A rank whose GradScaler skips a step reaches the next exchange one iteration later, and the others wait for it. So
     the last exchange of a job may lack a rank: use bfloat16 without a scaler.
@@ -258,7 +259,7 @@ class OuterLoop:
         Parameters
         ----------
         state_dict : dict, or list of dict
-            This rank's own, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or the
+            This rank's own dict, or what torch.distributed.checkpoint has read with a `qcomp.torch.LoadPlanner`, or the
             dicts of all ranks that saved, see `qcomp.OuterLoop.load_state_dict`. A dict saved in the warm-up, or by an
             exact loop at the end of an outer round, may come from any one rank.
         strict, lost

@@ -28,11 +28,11 @@ class Positions:
     """Which entries of optimizers' states are positions, such as float32 copies of parameters in half precision.
 
     An optimizer moves from its copy, not from the parameter. So if an outer loop writes only into the parameter, the
-    next step undoes the change. An entry is a position if its tensors have once equalled all their parameters, in the
-    lower of the two precisions, after the parameters had moved: before they move, a fixed reference, such as Prodigy's
-    starting point, equals them too. Zeros are no evidence, since a momentum may be zero as well, and neither are single
-    numbers, which may equal a count of steps. If all parameters are constant or have not moved, an entry counts as a
-    position only while it equals them.
+    next step undoes the change. An entry is a position if, after the parameters had moved, its tensors have once
+    equalled all their parameters, in the lower of the two precisions. Before parameters move, a fixed reference, such
+    as Prodigy's starting point, equals them as well. Zeros are no evidence, since a momentum may be zero. Single
+    numbers are no evidence, since they may equal a count of steps. If all parameters are constant or have not moved, an
+    entry counts as a position only while it equals them.
 
     Copies may also lie outside the state, as in apex: in an attribute of the optimizer whose tensors once were all
     copies of different parameters.
@@ -65,7 +65,7 @@ class Positions:
 
     @property
     def saved(self) -> dict[str, list[list[str | int]]]:
-        """The entry of a saved state that names the positions. z of schedule-free soon differs from its parameter."""
+        """The entry of a saved state that names the positions. A copy such as schedule-free's z soon differs."""
         named = [
             [number, *keys] for number, keys in self.known if all(type(key) in (str, int) for key in keys)
         ]
@@ -124,7 +124,7 @@ class Positions:
             self._note_beside(number, optimizer, at_start=at_start)
 
     def _note_beside(self, number: int, optimizer: torch.optim.Optimizer, *, at_start: bool) -> None:
-        """Learn which attributes hold only copies of parameters, each of a different one."""
+        """Learn which attributes hold only copies of parameters, each of a different parameter."""
         for name, value in _attributes(optimizer).items():
             copies = _copies(entries(value, (name,)), optimizer)
             pairs = [(entry, p) for entry, p in copies.values()]
@@ -193,7 +193,7 @@ class Positions:
 
 
 def without_positions(saved: Any) -> tuple[Any, list[Any] | None]:
-    """Return saved states, or a single one, without the entry of `Positions.saved`, and the places it named, or None.
+    """Return saved states, or one state, without the entry of `Positions.saved`, and the places that it named, or None.
 
     An entry that is damaged stays, so that loading refuses the state on every rank.
     """
@@ -242,7 +242,7 @@ def _at(state: Any, keys: tuple[str | int, ...]) -> list[Any]:
 def _copies(
     held: Iterable[tuple[tuple[str | int, ...], Any]], optimizer: torch.optim.Optimizer
 ) -> dict[tuple[str | int, ...], tuple[Any, Any]]:
-    """Return tensors by their keys, each with the parameter that it equals; nothing if one equals no parameter."""
+    """Return tensors by their keys, each with the parameter that it equals; nothing if any tensor equals none."""
     rest = [p for group in optimizer.param_groups for p in group["params"]]
     found = {}
     for keys, entry in held:

@@ -28,7 +28,7 @@ class OfRank(NamedTuple):
     parameters: dict[str, Any]
     """The parameters by name, if they differed between the ranks."""
     bucketed: bool
-    """Whether a model's backward passes averaged bucket by bucket, which decides what elements each rank served."""
+    """Whether a model's backward passes averaged bucket by bucket, which decides which elements each rank served."""
 
 
 def nested(
@@ -41,8 +41,9 @@ def nested(
 ) -> dict[int, dict[str, Any]]:
     """Return a state of the core as entries by parameter, for the "state" of a saved dict.
 
-    Values are tuples, which torch.distributed.checkpoint saves and reads whole. It would read arrays in place, into the
-    optimizer's own, before any check that they fit. Of entries of several ranks with the same key it keeps one.
+    Values are tuples, which torch.distributed.checkpoint saves and reads whole. Arrays it would read in place, into the
+    optimizer's own arrays, before any check that they fit. If entries of several ranks have the same key, it keeps one
+    of them.
 
     ``of_params`` has the name of each parameter in the groups, and the kinds of its arrays, by the parameter's number.
     ``whole`` is a state dict of the core, and ``parameters`` has parameters that differ between ranks. ``bucketed``

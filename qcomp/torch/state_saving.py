@@ -80,7 +80,7 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         self._drive(stages, doing)
 
     def gather_states(self, to: int = 0) -> None:
-        """Gather the states of all ranks on one, so that its `state_dict` serves all ranks until the next step.
+        """Gather the states of all ranks on one rank, so that its `state_dict` serves all ranks until the next step.
 
         For scripts and frameworks in which one rank saves for all. Every rank loads that dict. Collective: all ranks
         call it, just before one saves. Each rank sends its residuals, and the gathering rank needs memory for all of
@@ -195,8 +195,8 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         Between synchronisations of 0/1 Adam, the parameters differ between ranks. Each rank's state includes its own
         parameters, and loading puts them back. So load the model first.
 
-        Hooks run as in torch, and pre-hooks for each dict of a list. If a pre-hook raises, nothing has changed on any
-        rank. If a post-hook raises, all ranks have loaded the state.
+        Hooks run as in torch. If a list is loaded, pre-hooks run for each of its dicts. If a pre-hook raises, nothing
+        has changed on any rank. If a post-hook raises, all ranks have loaded the state.
         """
         with self._on_every_rank("run the hooks before it loads its state"):
             state_dict = self._hooked(state_dict)
@@ -267,9 +267,9 @@ class SavedOptimizer(ScaledStep, torch.optim.Optimizer):
         """Return the state or states for the core to load, this rank's own part, and the groups.
 
         The core loads one state: this rank's own, or the only state that was saved, which may fit every rank. But if
-        any rank has neither, or was given a list, or a state whose ranks served other elements, every rank returns all
-        states that it has, and the core distributes them. A rank without groups gets those of the first rank that has
-        some.
+        any rank has neither, or was given a list, or a state whose ranks served other elements than now, every rank
+        returns all states that it has, and the core distributes them. A rank without groups gets the groups of the
+        first rank that has any.
 
         Raises ValueError if a state does not fit, and MismatchError on the other ranks.
         """

@@ -104,7 +104,7 @@ class Trained:
         """Inspect an inner step, before its exchange if it has one; warn if no parameter has a gradient.
 
         Positions are looked for before each exchange, and in the first steps: some equal their parameters only after
-        the first step, or after every k-th.
+        the first step, or after every k-th step.
         """
         if all(p.grad is None for p in self.tensors):
             warn_of_no_gradient("on this rank")
@@ -123,7 +123,7 @@ class Trained:
         return [own_part(p) for p in self.tensors]
 
     def first_buffer_stages(self, state: OptimizerState) -> Stages[None]:
-        """Give all ranks the buffers of rank 0, if they share them."""
+        """Give all ranks the buffers of rank 0, if the loop shares buffers."""
         if self._model is not None and self._shares_buffers:
             values = self.values()
             yield from of_first_stages(buffers_of(self._model, values), state, values[0])

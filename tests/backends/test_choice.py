@@ -163,7 +163,9 @@ def test_large_arrays_of_float64_are_logged_once_if_only_float32_has_kernels(cap
     assert record.message.startswith(
         "numpy arrays of float64 on cpu are compressed by the pure version, which is "
     )
-    assert record.message.endswith("exist for float32 only; convert the arrays if float32 is precise enough")
+    assert record.message.endswith(
+        "none for float64; convert the arrays to float32 if that is precise enough"
+    )
 
 
 def test_large_arrays_of_float64_without_numba(no_numba, caplog):

@@ -300,7 +300,7 @@ REFUSED = {
     ),
     "a variance below 0": (
         lambda: (saved := plain())["state"][0]["exp_avg_sq"].sub_(1) is None or saved,
-        "AdamW has exp_avg_sq of '0' with a value that is not finite or below 0",
+        "AdamW has exp_avg_sq of '0' with a value that is negative or not finite",
     ),
 }
 

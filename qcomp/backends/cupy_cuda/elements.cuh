@@ -31,7 +31,7 @@ struct BFloat16 {
 __device__ inline float to_float(float x) { return x; }
 
 __device__ inline float to_float(Half x) {
-    // The product is exact, also for a subnormal; 2^112 is the difference of the exponents' biases.
+    // The product is exact, even for a subnormal; 2^112 is the difference of the exponents' biases.
     unsigned bits = bits_of(multiply(float_of((x.bits & 0x7fffu) << 13), float_of(0x77800000u)));
     if ((x.bits & 0x7c00u) == 0x7c00u) bits |= INFINITE;
     return float_of(bits | (x.bits & 0x8000u) << 16);

@@ -1,4 +1,4 @@
-"""Chooses kernels, their arguments and their threads: a kernel set that is independent of the array library."""
+"""A kernel set that is independent of the array library: it chooses kernels, their arguments and their threads."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class _Codec(NamedTuple):
 
 
 def _codec(compressor: AnyCompressor) -> _Codec | None:
-    """Return a compressor's family and arguments, or None without a kernel. Subclasses have none: they may differ."""
+    """Return a compressor's family and arguments; None if there are no kernels. A subclass has none: it may differ."""
     inner, factor = compressor, np.float32(0)  # 0: none
     if type(compressor) is Scaled:
         inner, factor = compressor.compressor, np.float32(compressor.factor)
@@ -237,7 +237,7 @@ def _codec(compressor: AnyCompressor) -> _Codec | None:
 
 
 def _stream(codec: _Codec, compressor: AnyCompressor, key: Key | None, like: Array) -> Scalars | None:
-    """Return the arguments that identify an encoder's draws; None if draws are replaced or not keyed on the host."""
+    """Return the arguments that identify an encoder's draws; None if draws are replaced, or the host knows no key."""
     if not compressor.traits.random:
         return ()
     if key is None or draws_are_replaced():

@@ -19,8 +19,8 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 class JaxKernels:
     """Compiled primitives for concrete JAX arrays, on their device.
 
-    Traced arrays are left to the pure version, which becomes a part of the caller's program. So are calls with an
-    output buffer: there the pure version raises, since JAX arrays cannot be written to.
+    The pure version handles traced arrays, and becomes a part of the caller's program. It also handles calls with an
+    output buffer: it raises, since JAX arrays cannot be written to.
     """
 
     name = "jax"

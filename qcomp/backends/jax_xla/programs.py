@@ -24,7 +24,8 @@ from qcomp.core.traits import AnyCompressor
 Program = Callable[..., Any]
 
 PROGRAMS = 512
-"""The most cached programs of a kind, one for each compressor, shape and dtype; the least recently used are dropped."""
+"""The most programs of a kind in the cache, one for each compressor, shape and dtype. The least recently used are
+dropped."""
 
 
 def arguments_of(key: Key) -> tuple[tuple[tuple[str, int], ...], dict[str, Array]] | None:

@@ -5,8 +5,8 @@ p' = p - rate * ((m' / correction) / (sqrt(v') + eps) [+ decay * p]), each opera
 
 A kernel takes addresses, so one call and all threads work on all tensors, however many and small.
 
-Bytes read and written per element, in place: 16 and 12, with a frozen variance 12 and 8. Memory bandwidth is the limit;
-up to three divisions and a root take almost as long.
+Bytes read and written per element, in place: 16 and 12, with a frozen variance 12 and 8. Memory bandwidth is the limit,
+but up to three divisions and a root take almost as long as the memory accesses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def frozen_steps(
     """Make a step with a frozen variance for each of several tensors.
 
     A row of ``tensors`` has the addresses of p, m and v, then of the arrays for the new p and m, which may be the old
-    ones. ``divisors`` has the divisor of each m, whose array is used up unless this is 1.
+    ones. ``divisors`` has a number for each m, by which m is divided first; unless the number is 1, this overwrites m.
     """
     of_each = zip(numbers, divisors, strict=True)
     rows = [(*step, step.weight_decay != 0, divisor, divisor != 1) for step, divisor in of_each]
@@ -56,9 +56,9 @@ def adam_steps(
 ) -> None:
     """Make a step of Adam for each of several tensors.
 
-    A row of ``tensors`` has the addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v:
-    the old ones, or three others. Unless it ``moves``, the array for the new p, which is never the old one, gets the
-    direction along which a rate would move p.
+    A row of ``tensors`` has the addresses of p, m, v and the mean gradient, then of the arrays for the new p, m and v.
+    These may be the old arrays: all three, or only those of m and v. If ``moves`` is False, the array for the new p is
+    not the old one, and gets the direction of the step, which a rate would multiply.
     """
     rows = [
         (

@@ -34,7 +34,7 @@ BLOCK = 1 << 17
 small."""
 
 _SAFE = LIMIT / 2
-"""Rounding cannot raise a sum below this to the limit."""
+"""If a sum is below this, rounding cannot raise it to the limit."""
 
 
 EncodeRun = Callable[[ToEncode, int, int, int], int]
@@ -133,9 +133,10 @@ def run_decoder(
 def encode(encoder: Encoder, residual: Floats | None, residual_out: Floats | None) -> bool:
     """Compress x plus the residual, and store what is lost as the new residual.
 
-    Without a residual it compresses x alone. The new residual is in ``residual_out``: the residual itself, x unless it
-    is blended, or an array that shares memory with neither. Returns False if x plus the residual holds a NaN or a
-    magnitude of at least 2**100. Then the payload is garbage, a donated residual is unchanged, and a donated x is lost.
+    Without a residual it compresses x alone. ``residual_out`` gets the new residual. It may be the old residual; or x,
+    unless x is blended; or an array that shares memory with neither. Returns False if x plus the residual holds a NaN
+    or a magnitude of at least 2**100. Then the payload is garbage, the old residual is unchanged, and x is lost if it
+    is ``residual_out``.
     """
     if residual is None or residual_out is None:
         return run_encoder(encoder.run, encoder.bucket_size, encoder.vectors, NO_RESIDUAL)

@@ -1,4 +1,4 @@
-"""Compiled loops of the code for kept elements, as in `qcomp.core.coding.gaps`."""
+"""Compiled loops of `qcomp.core.coding.gaps`, the code for the elements that a sparse compressor keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qcomp.core.errors import PayloadError
 LOST = -1
 """A reader's position after it has met an invalid code."""
 LONGEST_HALF = 12
-"""Bits of the largest number that a gamma code may hold: more than any difference needs."""
+"""Bits of the largest number that a gamma code may hold: more than any difference of scales needs."""
 PADDING = 8
 """Spare words after a decoder's input, or spare bytes after an encoder's output: enough for an element that starts
 before the end."""

@@ -1,4 +1,4 @@
-"""The loops over vectors, ranks and buckets, which turn a family's functions for one bucket into kernels.
+"""Loops over vectors, ranks and buckets, which turn a compressor family's functions for one bucket into kernels.
 
 ``encode_bucket`` and ``decode_bucket`` compress and decompress a bucket. ``layout`` returns the facts about a payload
 that they need: first the end of its codes, then the end of the unused bytes after the codes. The family's own
@@ -31,7 +31,8 @@ Own = tuple[Any, ...]
 Layout = tuple[int, ...]
 
 WRITE, ADD, ADD_AGAIN = range(3)
-"""What a decoder does with a vector: it overwrites any values, adds to any values, or adds to decompressed values."""
+"""What a decoder does with the values in a vector: it overwrites them; it adds to them; or it adds to them, and they
+are decompressed values already, which contain no -0."""
 
 
 def encoder(
@@ -94,7 +95,7 @@ def decoder(
     layout: Callable[[int, int, Own], Layout],
     decode_bucket: Callable[[Bytes, Layout, int, int, int, Floats, Own], None],
 ) -> Kernel:
-    """Return the kernel that decompresses a table: into each vector, the payloads of all ranks, one by one.
+    """Return the kernel that decompresses a table: for each vector, it adds up the payloads of all ranks, one by one.
 
     ``decode_bucket(data, layout, start, bucket, adds, out, own)`` decompresses a bucket into ``out``, where ``adds`` is
     `WRITE`, `ADD` or `ADD_AGAIN`. The other parameters are as for `encoder`.

@@ -1,4 +1,4 @@
-"""Chunks as tables: what the kernels need to know about the frames of messages, derived once for many steps."""
+"""What the numba kernels need to know about the frames of messages, as tables that are made once for many steps."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def plan_of(frames: tuple[Frame, ...]) -> FramePlan:
 def _gaps(frame: Frame) -> Longs:
     """Return the positions of the bytes of a message that belong to no payload: the verdict and padding.
 
-    There are none for messages of variable length.
+    Returns none for messages of variable length, whose payloads have no fixed places.
     """
     if frame.variable_length:
         return _longs([])

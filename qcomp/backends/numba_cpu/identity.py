@@ -1,6 +1,6 @@
 """The kernels of `qcomp.core.compressors.identity`: uncompressed values.
 
-Without a residual a payload holds x, or the momentum that x is blended into; with one it holds
+Without a residual, a payload holds x, or the momentum that x is blended into. With a residual, it holds
 p = flush(flush(x) + residual), and residual' = 0.
 
 Bytes read and written per element: encode 4 and 4, with feedback 8 and 8; decode 4 and 4, plus 4 read to accumulate.

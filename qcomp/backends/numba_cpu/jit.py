@@ -184,7 +184,7 @@ class _Locator:
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
-    """Return numba's cache of one function: in the user's folder if set, else in a private folder, else None."""
+    """Return numba's cache of one function: in the user's folder if set, else in a private one; None without either."""
     is_set = numba.config.CACHE_DIR or getattr(numba.config, "CACHE_LOCATOR_CLASSES", "")
     try:
         return cache_of(function, None if is_set else _Locator)
@@ -210,7 +210,7 @@ def _folder() -> Path | None:
 
 @contextmanager
 def _alone(cache: str, name: str) -> Iterator[None]:
-    """Wait while another process compiles a kernel, so that this one finds it in the cache: ranks start together.
+    """Wait while another process compiles a kernel, to find it in the cache afterwards: ranks often start together.
 
     On a disk without locks, each process compiles.
     """

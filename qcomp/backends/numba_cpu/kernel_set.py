@@ -348,7 +348,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
-        """Return the parameters, in new arrays or in their own, and the masked momenta in the momenta's buffers."""
+        """Return the parameters, in new arrays or in place, and the masked momenta, always in place."""
         return self.steps_of_sums(params, momenta, variances, numbers, [1.0] * len(numbers), donate=donate)
 
     def steps_of_sums(
@@ -361,7 +361,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array]] | None:
-        """Return the results of `frozen_steps` for momenta that are sums, each with a divisor."""
+        """Return the results of `frozen_steps` for momenta that are given as sums, each with its divisor."""
         dtype = computed_dtype(params[0].dtype)
         if dtype is None:
             return None
@@ -385,7 +385,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
-        """Return parameters, momenta and variances in new arrays, or in their own."""
+        """Return parameters, momenta and variances, in new arrays or in place."""
         return _adam(params, (momenta, variances), gradients, numbers, donate=donate, moves=True)
 
     def adam_directions(
@@ -398,7 +398,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array, Array]] | None:
-        """Return directions in new arrays, and momenta and variances in new arrays or in their own."""
+        """Return directions in new arrays, and momenta and variances in new arrays or in place."""
         return _adam(params, (momenta, variances), gradients, numbers, donate=donate, moves=False)
 
     def sums_of_squares(self, arrays: Sequence[Array]) -> list[float] | None:
@@ -419,7 +419,7 @@ class NumbaKernels:
         *,
         donate: bool,
     ) -> list[tuple[Array, Array, float]] | None:
-        """Return the momenta in the buffers of the means, and the fresh variances in new arrays, or in their own."""
+        """Return the momenta in the buffers of the means, and the fresh variances in new arrays or in place."""
         dtype = computed_dtype(means[0].dtype)
         if dtype is None:
             return None

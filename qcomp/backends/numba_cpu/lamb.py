@@ -25,7 +25,7 @@ _RUN = 1 << 10
 _COLUMNS = 1 << 12
 """Columns that are added up at once, few enough that the unfinished sums stay in the second-level cache."""
 _ROWS_OF = 1 << 15
-"""The most sums that the first of two passes over a tensor's halving tree leaves to the second."""
+"""The sums of a tensor's halving tree are computed in two passes. The first leaves at most so many to the second."""
 
 
 def sums_of_squares(addresses: Longs, sizes: Sequence[int], dtype: np.dtype[Any]) -> list[float]:
@@ -80,7 +80,7 @@ def fresh_variances(
 
 
 def _height(size: int) -> int:
-    """Return how often the first part of a halving tree halves."""
+    """Return how many times the first pass over a halving tree halves."""
     return max(0, (max(1, size) - 1).bit_length() - (_ROWS_OF - 1).bit_length())
 
 
@@ -230,7 +230,7 @@ def _mix_squares_into(f: Floats, g: Floats, keep: np.float32, new: np.float32) -
 
 @inline
 def _may_exceed(v: Floats, f: Floats, bound: np.float32) -> bool:
-    """Return whether v / f may exceed the bound anywhere; True too where products may be subnormal."""
+    """Return whether v / f may exceed the bound anywhere; also True if products may be subnormal."""
     small = by_width(v, F(2.0**-100), 2.0**-1000)
     bits = as_signed(v.dtype.type(0))
     for i in range(v.size):

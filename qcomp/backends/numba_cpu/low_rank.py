@@ -27,9 +27,9 @@ _RUN = 1 << 12
 
 
 def compensate(x: Floats, residual: Floats, out: Floats) -> float:
-    """Let out = flush(flush(x) + residual), and return its largest magnitude, or NaN if it holds one.
+    """Let out = flush(flush(x) + residual), and return the largest magnitude in out, or NaN if out holds one.
 
-    An empty residual stands for none, and exact values; ``out`` may be x.
+    If the residual is empty, values are exact: out is x, flushed as exact values are. ``out`` may be x.
     """
     over = x.ctypes.data == out.ctypes.data
     kernel, runs = _compensate.of(x.dtype), -(-x.size // _RUN)
@@ -52,7 +52,7 @@ def orthonormal(rows: Floats, count: int, out: Floats) -> None:
 
 
 def next_factor(new: Floats, old: Floats, count: int, out: Floats) -> None:
-    """Write each of ``count`` new rows, divided by a power of two, or the old row to ``out``, like the pure version."""
+    """Write ``count`` rows to ``out``: each new row divided by a power of two, or the old row if the new one is 0."""
     _next_factor.of(new.dtype)(new, old, out, count)
 
 

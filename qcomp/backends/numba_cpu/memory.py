@@ -1,7 +1,8 @@
 """Reuses large buffers, since getting a new page from the system costs more than writing to it.
 
 New pages take half of a decoder's time, and a training step needs the same buffers as the step before. So unused
-buffers are kept for the next request of the same size: up to 256 MiB, or up to the bytes in use if these are more.
+buffers are kept for the next request of the same size: in total at most 256 MiB, or as many bytes as are in use if
+these are more.
 torch does the same with GPU memory.
 """
 
@@ -26,7 +27,7 @@ Block = NDArray[np.uint8]
 
 
 class _Lease:
-    """Owns a block for the arrays on it; returns it when the last of them is freed."""
+    """Owns a block while arrays use it; returns the block when the last of these arrays is freed."""
 
     __slots__ = ("_block", "_returned")
 
@@ -107,7 +108,7 @@ def empties(shapes: Iterable[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDA
 
 
 def message(nbytes: int, gaps: NDArray[np.int64]) -> Block:
-    """Return a buffer for a message, with zeros in its gaps and anything elsewhere, in reused memory if available."""
+    """Return a buffer for a message, with zeros in its gaps, otherwise uninitialised, in reused memory if available."""
     if nbytes < _LARGE:
         return np.zeros(nbytes, dtype=np.uint8)
     found = _stock.take(nbytes)

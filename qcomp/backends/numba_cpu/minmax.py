@@ -37,7 +37,7 @@ from qcomp.backends.numba_cpu.qsgd import round_up_step
 
 @extending.intrinsic
 def _ordered(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001 - numba's protocol
-    """Map a float's bits to an integer that is ordered as the float is, and back; NaN lies beyond the infinities.
+    """Map the bits of floats to integers in the same order, and back; NaN lies beyond the infinities.
 
     The kernels compare integers because comparisons of floats that may be NaN do not vectorise.
     """
@@ -72,7 +72,7 @@ def _quantise(p: Floats, base: np.float32, step: np.float32, divisor: np.float32
     magic = rounding(step)
     for i in range(p.size):
         value = p[i]
-        # Clamping before rounding gives the same code. An addition rounds: the code is then in the last byte.
+        # Clamping before rounding gives the same code. An addition then rounds, and leaves the code in the last byte.
         rounded = _clamp(flush(value - base) / divisor) + magic
         codes[i] = np.uint8(as_bits(rounded))
         p[i] = flush(value - (base + (rounded - magic) * step))
@@ -146,7 +146,7 @@ def _decode_bucket(
 
 _encode = encoder(
     "encode_minmax", "()", _layout, _encode_bucket, pads=False
-)  # zeros would affect the extremes
+)  # zeros as padding would affect the extremes
 _decode = decoder("decode_minmax", "()", _layout, _decode_bucket)
 
 

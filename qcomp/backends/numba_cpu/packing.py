@@ -1,4 +1,4 @@
-"""Packs the codes of one bucket, of 2 to 16 bits, into bytes and back: planes as in `qcomp.core.numeric.bitplanes`."""
+"""Packs the codes of one bucket, of 1 to 16 bits each, into the planes of `qcomp.core.numeric.bitplanes`, and back."""
 
 from __future__ import annotations
 

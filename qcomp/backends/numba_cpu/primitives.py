@@ -26,13 +26,13 @@ EXACT_TINY, EXACT_LIMIT = (TINY, 2.0**-1022), (LIMIT, 2.0**996)
 """`TINY` and `LIMIT` for float32, and for float64 values that are sent exactly."""
 
 NO_RESIDUAL, IN_PLACE, FRESH, OVER_INPUT = 0, 1, 2, 3
-"""The buffer of an encoder's new residual: none, the old residual's, a new one, or the buffer of x."""
+"""Where an encoder writes the new residual: nowhere, over the old residual, into a new buffer, or over x."""
 
 Weights = tuple[np.float32, np.float32, np.float32, np.float32]
 """keep, new, before and after: with a momentum m, after * (keep * (before * m) + new * (before * x)) is compressed."""
 Source = tuple[Floats, Floats, Floats, int, Floats, Weights, np.float32]
-"""What an encoder reads: x, the old and the new residual, the buffer of the new one, a momentum m, the weights, and the
-least magnitude that is not flushed."""
+"""What an encoder gets: x, the old residual, the array for the new one, the mode (one of the four above), a momentum m,
+the weights, and the least magnitude that is not flushed."""
 
 
 @extending.intrinsic
@@ -157,7 +157,7 @@ def finish(values: Floats, ranks: np.float32) -> None:
 
 @inline
 def bucket_length(count: int) -> int:
-    """Return the length of a bucket of ``count`` elements: the smallest power of two from 8 that holds them."""
+    """Return the padded length of a bucket of ``count`` elements: the smallest sufficient power of two, at least 8."""
     length = 8
     while length < count:
         length *= 2

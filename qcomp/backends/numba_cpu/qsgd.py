@@ -54,8 +54,9 @@ def qsgd_kernels(
 ) -> CompressorKernels:
     """Return the kernels of QSGD.
 
-    ``factor`` multiplies decoded values, as in `qcomp.Scaled`; a factor that rounds to 1 still clears a bit. A bucket
-    holds ``held`` elements of a vector, and zeros after them, as in `qcomp.WholeFields`; None stands for all elements.
+    ``factor`` multiplies decoded values, as in `qcomp.Scaled`, which clears the last bit of each product, even if the
+    factor rounds to 1. A bucket holds ``held`` elements of a vector, then zeros, as in `qcomp.WholeFields`; if ``held``
+    is None, elements of the vector fill the bucket.
     """
     bits, l2 = levels.bit_length() + 1, norm == "l2"
     room = max(bucket_size, BATCH)
@@ -87,7 +88,7 @@ _LIKE = np.empty(0, dtype=np.float32)
 def round_up_step(norm: np.float32, levels: int, low: int) -> np.float32:
     """Return norm / levels, rounded up until the bits of ``low`` are 0; see `qcomp.core.compressors.qsgd`.
 
-    Rounding from float64 to float32 may have made the step too small.
+    A quotient in float64 is rounded to float32 first. If that makes the step too small, the next larger one is used.
     """
     if not norm > ZERO:
         return F(norm)
@@ -302,4 +303,4 @@ _encode, _encode_wide = (
     )(_encode_vectors)
     for codes in ("u8", "u16")
 )
-"""For codes of up to 8 bits and of up to 16: twice as many narrow codes fit into a vector."""
+"""Kernels for codes of up to 8 and of up to 16 bits. A vector register holds twice as many of the narrow codes."""

@@ -1,4 +1,4 @@
-"""The decoder of `qcomp.core.compressors.qsgd`, also inside `qcomp.Scaled`: levels and steps back to values.
+"""The decoder of `qcomp.core.compressors.qsgd`, alone or inside `qcomp.Scaled`: it turns levels and steps into values.
 
 Bytes read and written per element, with b bits: b/8 and 4, plus 4 read to accumulate.
 """
@@ -24,7 +24,7 @@ from qcomp.backends.numba_cpu.primitives import (
 
 @inline
 def scaled(x: np.float32, factor: np.float32) -> np.float32:
-    """Return x times the factor as `qcomp.Scaled` rounds it."""
+    """Return x times the factor, rounded as in `qcomp.Scaled`."""
     return flush(truncate_last_bit(x * factor))
 
 
@@ -97,7 +97,7 @@ _decode, _decode_wide = (
     decoder(name, f"(int64, int64, int64, float32, {codes})", _layout, _decode_bucket)
     for name, codes in (("decode_qsgd", "u8"), ("decode_qsgd_wide", "u16"))
 )
-"""For codes of up to 8 bits and of up to 16."""
+"""Kernels for codes of up to 8 and of up to 16 bits."""
 
 
 def decode_qsgd(levels: int, bucket_size: int, factor: float | None, held: int | None) -> DecodeRun:

@@ -39,8 +39,8 @@ from qcomp.backends.numba_cpu.primitives import (
 def _signs_and_sums(p: Floats, codes: Bytes, sums: Floats) -> None:
     """Pack the signs, and let sums hold the third level of the halving tree over the magnitudes.
 
-    Bit k of byte j is the sign of element k * W + j. Three halvings add up the same eight elements, so one loop does
-    both.
+    In a bucket of 8 * W elements, bit k of byte j is the sign of element k * W + j. Three halvings add up the eight
+    elements whose signs share a byte, so one loop does both.
     """
     width = codes.size
     p0, p1, p2, p3 = p[:width], p[width : 2 * width], p[2 * width : 3 * width], p[3 * width : 4 * width]

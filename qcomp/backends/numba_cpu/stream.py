@@ -17,14 +17,14 @@ from qcomp.backends.numba_cpu.jit import Floats, inline
 from qcomp.backends.numba_cpu.primitives import by_width
 
 _LANES = 8
-"""Elements of a vector store: 32 bytes in float32, which every x86 with AVX supports; else the compiler splits it."""
+"""Elements of a vector store: in float32 32 bytes, the width of AVX. Without AVX the compiler splits it."""
 _LARGE = 1 << 23
 """An array with at least this many elements is no longer in the caches when it is read."""
 _SLOW = binding.get_host_cpu_name().startswith("znver")
 
 
 def pays(size: int) -> bool:
-    """Return whether to stream this many elements: they exceed the caches, and the processor streams fast."""
+    """Return whether to stream this many elements: if they exceed the caches, and the processor streams fast."""
     return size >= _LARGE and not _SLOW
 
 

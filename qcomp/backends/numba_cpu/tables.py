@@ -1,4 +1,4 @@
-"""Tables of vectors as addresses and sizes, so that one kernel call works on many vectors, however small.
+"""Tables with the addresses and sizes of vectors, so that one kernel call works on many vectors, however small.
 
 The buckets of all vectors of a table are numbered in order. A kernel call works on a run of these numbers, so threads
 share a table evenly, however its vectors differ in size.
@@ -107,7 +107,7 @@ def addresses(
     *,
     written: bool = False,
 ) -> Longs | None:
-    """Return the addresses of arrays of one library: of those at the indices ``numbers``, or of all by default.
+    """Return the addresses of the arrays at the indices ``numbers``, by default of all. They belong to one library.
 
     Returns None if one of them is not a contiguous array of this dtype in the memory of the CPU, or is read-only and
     will be written to.
@@ -135,9 +135,9 @@ def addresses(
 def table_of(
     read: Sequence[Sequence[Any]], written: Sequence[Sequence[Any]], dtype: np.dtype[Any]
 ) -> tuple[Longs, list[int]] | None:
-    """Return the addresses of the arrays of each of several tensors, a row for each, and the sizes of the tensors.
+    """Return a table with a row for each tensor, which has the addresses of its arrays, and the sizes of the tensors.
 
-    None if kernels cannot access them all, or if the arrays of a tensor differ in shape.
+    Returns None if kernels cannot access all arrays, or if the arrays of a tensor differ in shape.
     """
     shapes = list(map(_SHAPE, read[0]))
     found: dict[int, Any] = {}

@@ -72,7 +72,7 @@ def _candidates_from(p: Floats, bits: int, found: Longs) -> int:
 
 @inline
 def _threshold(p: Floats, k: int, top: int, guess: int) -> int:
-    """Return the bits of a magnitude that at least k elements reach, and, if possible, not many more."""
+    """Return the bits of a magnitude that at least k elements reach, but if possible not many more than k."""
     most = ENOUGH * k
     low, high, stride = 0, top + 1, 2 * by_width(p, *EIGHTHS)
     if p.size <= most:

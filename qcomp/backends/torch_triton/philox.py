@@ -18,8 +18,8 @@ def draws16(
     """Return a 16-bit draw for each element of the tile that starts with bucket ``first``, as int32.
 
     ``seed`` holds the two key words, the first one in the low half; ``first_block`` is the counter of the vector's
-    first bucket.
-    Counters wrap around at 2**32. A column of the tile takes the eight halves of the four words of one block.
+    first bucket. Counters wrap around at 2**32. A column of the tile takes the eight halves of the four words of one
+    block.
     """
     bucket = (first + tl.arange(0, BUCKETS))[:, None]
     lane = tl.arange(0, LENGTH // 8)[None, :]

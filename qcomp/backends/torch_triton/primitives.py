@@ -19,7 +19,7 @@ TOO_LARGE = tl.constexpr(0x71800000)
 NO_FRACTION = tl.constexpr(1.5 * 2**23)
 """Float32 numbers of this size are integers."""
 MAX_HALVINGS = tl.constexpr(15)
-"""The halvings that reduce the longest bucket to one element."""
+"""How many halvings reduce the longest bucket to one element."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def negated(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def ordered(bits: tl.tensor) -> tl.tensor:
-    """Map the bits of numbers to integers ordered as the numbers are, and back; NaN lies beyond the infinities."""
+    """Map the bits of numbers to integers in the same order, and back; NaN lies beyond the infinities."""
     return bits ^ ((bits >> 31) & MAGNITUDE)
 
 
@@ -66,7 +66,7 @@ def rint(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def times_factor(x: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """Return x times a factor as `qcomp.Scaled` rounds it."""
+    """Return x times the factor, rounded as in `qcomp.Scaled`."""
     return flush(as_float(as_bits(x * factor) & -2))
 
 

@@ -1,1 +1,1 @@
-"""Saved states: their format, their copies on other nodes, and how another number of ranks loads them."""
+"""Saved states: their format, their copies on other nodes, and how a different number of ranks loads them."""

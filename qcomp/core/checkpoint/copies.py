@@ -141,7 +141,7 @@ def digest_of(name: str, data: Any) -> bytes:
 
 
 def intact(name: str, content: bytes) -> bytes | None:
-    """Return the data of a file without the digest at its end; None if they are damaged, or of another file."""
+    """Return a file's data without the digest at the end; None if the data are damaged, or of a different file."""
     data, digest = memoryview(content)[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     return bytes(data) if digest == digest_of(name, data) else None
 

@@ -1,4 +1,4 @@
-"""Checks, from their first and last elements, that parts cover a tensor equally often, or are disjoint."""
+"""Checks that parts of a tensor cover each of its elements equally often, or share no element."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -181,7 +181,7 @@ def renamed(saved: Mapping[str, Any], name_now: Callable[[str], str | None]) -> 
 
 
 def replaced(saved: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a dict with another value of an entry; a digest that was valid stays valid."""
+    """Return a dict with a new value of an entry; a digest that was valid stays valid."""
 
     def told_now(told: dict[str, Any]) -> dict[str, Any]:
         fits = told.get(key) == _digest_of(key, saved[key])
@@ -317,8 +317,9 @@ def require_fit(shape: Any, dtype: Any, like: Array, key: str) -> None:
 def require_sizes(saved: Mapping[str, Any], sizes: Iterable[int], template: Iterable[Array]) -> None:
     """Raise ValueError if a saved array is larger than any valid one, before its bytes are read.
 
-    ``sizes`` holds the number of elements of each parameter. A state of another world may have other arrays than
-    ``template``. But each is at most as large as the largest array of ``template``, or as all parameters together.
+    ``sizes`` holds the number of elements of each parameter. A state of a different world may have arrays that
+    ``template`` lacks. But each of these is at most as large as the largest array of ``template``, or as all parameters
+    together.
     """
     most = max(sum(sizes), *(math.prod(like.shape) for like in template), 0)
     for key, value in saved.items():

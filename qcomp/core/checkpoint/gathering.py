@@ -1,4 +1,4 @@
-"""Sends the saved dicts of all ranks to one rank, and selects what a rank loads from a dict of them."""
+"""Gathers the saved dicts of all ranks on one rank, and selects what each rank later loads from the gathered dicts."""
 
 import json
 import math

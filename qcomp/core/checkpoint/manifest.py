@@ -1,4 +1,4 @@
-"""`Manifest`: the description of a saved dict, which ranks exchange before they resume in another world.
+"""`Manifest`: the description of a saved dict, which ranks exchange before they resume in a new world.
 
 A dict fits every rank if it has no arrays that only its own rank has.
 """
@@ -247,7 +247,7 @@ def phrase(kinds: Sequence[str]) -> str:
 
 
 def as_of_rank(saved: Mapping[str, Any], rank: int, size: int, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one rank, which fits every rank, for another rank; residuals are taken from ``template``."""
+    """Convert a state that fits every rank to the state of a given rank; residuals are taken from ``template``."""
     found = {key: value for key, value in saved.items() if kind_of(key) not in _RESIDUALS}
     if len(found) < len(saved):
         found |= {key: x for key, x in template.items() if kind_of(key) in _RESIDUALS}

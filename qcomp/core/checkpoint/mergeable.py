@@ -73,7 +73,7 @@ def require_mergeable(
 def _require_owned(manifests: Mapping[int, Manifest], world: World, size: int) -> None:
     """Raise ValueError, on all ranks, unless each owner's array is in one dict, with the right size and dtype.
 
-    If some of the ``size`` dicts are missing, some of these arrays may be missing too.
+    If some of the ``size`` dicts are missing, some of these arrays may also be missing.
     """
     owned = [
         entry for manifest in manifests.values() for entry in manifest.of_kinds(*world.owned_kinds).items()

@@ -1,4 +1,4 @@
-"""`regroup`: resumes a saved state on another number of ranks, each of which may have only a part of it."""
+"""`regroup`: resumes a saved state on a different number of ranks, each of which may have only a part of the state."""
 
 import json
 import math
@@ -59,7 +59,8 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
 
     If arrays of old ranks are lost, their residuals are missing in the total, the optimizer's own kinds are means over
     the other ranks, and lost arrays of owners begin at zero. If a dict is missing, its rank still counts among the old
-    ranks, so no residual counts more than once. In a hierarchy, where ranks of a node share residuals, a part is lost.
+    ranks, so no residual counts more than once. In a hierarchy, where the ranks of a node share residuals, part of
+    these residuals is then lost.
 
     The mean over the new ranks equals the old total, so feedback still adds everything that was lost: the sum identity
     of `CompressedMean` continues to hold. Each rank sends the facts about its dicts as text, and 2 (N - 1) / N * 32
@@ -67,7 +68,7 @@ def regroup(saved: Sequence[Saved], world: World) -> Stages[dict[str, Any]]:
     equal in all dicts.
 
     All ranks together must have all dicts, unless the old ranks had no arrays of their own. If several ranks have
-    copies of a dict, one of them is used. Raises ValueError on every rank, with the same text, if dicts are missing,
+    copies of a dict, only one copy is used. Raises ValueError on every rank, with the same text, if dicts are missing,
     given twice, or do not belong together. Warns if the world differs from the old one.
     """
     facts = yield from _told(facts_of(saved, world.accept), world)

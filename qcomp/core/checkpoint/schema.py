@@ -1,4 +1,4 @@
-"""The kinds of entries of a saved state, such as `Number`: they check that values are accepted before their use."""
+"""The kinds of entries of a saved state, such as `Number`: each checks a value before the value is used."""
 
 import json
 import math
@@ -170,7 +170,7 @@ def read(saved: Any, key: Any, kind: Kind, where: str = "the state") -> Any:
     """Return an entry in its original type, which does not depend on the file format.
 
     Raises ValueError, which names the entry, its value and what was expected, if the entry is missing or not accepted.
-    ``saved`` may read the entry from a file only now. Messages name ``saved`` by ``where``.
+    ``saved`` may read the entry from a file only when asked for it. Messages call ``saved`` what ``where`` says.
     """
     try:
         value = saved[key]

@@ -17,7 +17,7 @@ Saved = Mapping[str, Any]
 
 
 class PartOfTensor(NamedTuple):
-    """Where a part lies in its tensor, seen as a matrix of which the part is some columns."""
+    """Where a part lies in its tensor. The tensor is seen as a matrix, and the part is some of its columns."""
 
     name: str
     """The name of the tensor."""

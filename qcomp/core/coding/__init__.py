@@ -61,7 +61,7 @@ def encode(coding: str, levels: Bytes, negative: Bytes, *, largest: int) -> byte
     The levels, 0 to ``largest``, are 16-bit integers in little endian; a byte of ``negative`` is 1 for a negative
     element, else 0, and 0 if the level is 0. ``largest`` is the number of levels above zero, 1 to 32767. The code
     "range" has at most n*b/8 + 5 bytes, or + 17 from 2^14 elements on, where b is one more than the bits of
-    ``largest``; "elias" has at most 24 bits per element, plus 1 byte. Raises ValueError if an argument is not so.
+    ``largest``; "elias" has at most 24 bits per element, plus 1 byte. Raises ValueError for other arguments.
 
     Examples
     --------

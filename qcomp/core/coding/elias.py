@@ -58,7 +58,7 @@ def omega(number: int) -> Codeword:
 def take_gamma(bits: BitReader) -> int:
     """Return the number whose gamma codeword comes next.
 
-    Raises PayloadError if the bits end early, or the number has more than 64 bits, as does `take_omega`.
+    Raises PayloadError if the bits end early, or the number has more than 64 bits. So does `take_omega`.
     """
     zeros = 0
     while not bits.take(1):

@@ -7,7 +7,7 @@ entry before it in its bucket; in a bucket whose lowest level is 0, all entries 
 multiple of 4 bytes, come the lowest levels of all buckets and then their steps. These scales are float32 with zeros in
 the last 20 bits; the bits above them are called the *number* of a scale here.
 
-The code of a bucket of n elements, of which c are kept, at most K = min(k, n):
+The code of a bucket of n elements, of which c are kept, where c is at most K = min(k, n):
 
 - a 1 if c = K; else a 0, and c in as many bits as K - 1 has;
 - if c > 0: the number of the lowest level, minus the same number of the previous bucket with c > 0, or minus

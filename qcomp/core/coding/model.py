@@ -12,9 +12,9 @@ largest level.
 
 The bits of the model: first the method in three bits, which is `FLAT`, or 1 plus the number of fine bits. If the method
 is not `FLAT`, the number of classes up to the last that occurs follows in gamma, then the weight of each class. A
-weight is the class, with 2 fine bits, of the number of occurrences, rounded to the nearest class. It is sent as its
-difference d to the previous weight: gamma of 1 - 2d, or of 2d if d is positive. The first weight is compared with the
-weight of the number of elements. Zeros pad the last byte.
+weight is a class with 2 fine bits: the class whose smallest number is nearest to the number of occurrences (halfway,
+the larger class). It is sent as its difference d to the previous weight: gamma of 1 - 2d, or of 2d if d is positive.
+The first weight is compared with the weight of the number of elements. Zeros pad the last byte.
 
 Shares: every class that occurs gets one of the 2^13 units. The other units are divided in proportion to the smallest
 number in the class of each weight, and rounded down. The remainder goes to the first of the most frequent classes.
@@ -152,7 +152,7 @@ def _bits(weights: Sequence[int], size: int) -> int:
 
 
 def _weight(count: int) -> int:
-    """Return the class of a count, rounded to nearest."""
+    """Return the class whose smallest count is nearest to a count; halfway, the larger class."""
     return bisect_right(_least_counts(), count) - 1
 
 

@@ -9,7 +9,7 @@ Levels and gaps are omega codewords (`qcomp.core.coding.elias`). For n elements 
 
 Both codes run through the whole vector, without a restart at buckets. The first byte names the shorter code, `DENSE` or
 `SPARSE`. If both have the same length, it is `DENSE`. Source: Alistarh et al., NeurIPS 2017, section 3.2 and its
-appendix. The paper's dense code has a sign bit for zeros too.
+appendix. In the paper, the dense code has a sign bit even for zeros.
 """
 
 from __future__ import annotations

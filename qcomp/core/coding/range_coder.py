@@ -19,7 +19,7 @@ _MANY = 1 << 14
 
 
 def lanes(size: int) -> int:
-    """Return the number of states for a vector: more are faster, and each costs 2 bytes.
+    """Return the number of states for a vector: more are faster, but each lengthens the code by about 2 bytes.
 
     Examples
     --------

@@ -24,8 +24,8 @@ class Cast(Compressor):
     ----------
     dtype : {"bfloat16", "float16"}
         bfloat16 keeps float32's range and 8 significant bits: a contraction with relative error at most 2^-8. float16
-        keeps 11 bits from 2^-14 to 65504; smaller values have an absolute error of up to 2^-25, and larger ones raise
-        an error.
+        keeps 11 bits from 2^-14 to 65504. Smaller magnitudes have an absolute error of up to 2^-25, and magnitudes of
+        65520 or more raise NonFiniteError.
 
     Notes
     -----

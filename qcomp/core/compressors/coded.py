@@ -35,7 +35,7 @@ class LevelCoder:
     lowest: int = 0
 
     def around(self, plain: AnyCompressor) -> "LevelCoder":
-        """Return this coder for another compressor with the same payloads."""
+        """Return a coder like this one for a compressor with the same payloads."""
         return replace(self, plain=plain)
 
     def payload_spec(self, size: int) -> PayloadSpec:

@@ -35,7 +35,7 @@ class OneBitSGD(BucketedCompressor):
 
     Notes
     -----
-    The two means minimise the error for this threshold. In every column the losses of each sign add up to 0, so <v -
+    The two means minimise the error of a code of signs. In every column the losses of each sign add up to 0, so <v -
     C(v), C(v)> = 0, and with m elements ||C(v) - v||^2 <= (1 - ||v||_1^2 / (m ||v||_2^2)) ||v||^2, the loss of
     `ScaledSign`. This holds up to the rounding of the means to float32. A column whose elements of each sign are equal
     stays exact in float32, so compressing twice changes nothing. Sends 1 bit per element, in whole bytes per column,
@@ -78,7 +78,7 @@ class OneBitSGD(BucketedCompressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """A contraction by 1 / column_size."""
+        """A contraction with delta 1 / column_size."""
         return Traits(self.column_size, delta=1 / self.column_size)
 
     @property

@@ -39,17 +39,17 @@ class QSGD(BucketedCompressor):
         needs more than 7 bits, the step has one bit less for each bit above 7. ``"max"`` gives a much smaller variance;
         ``"l2"`` matches the paper's theory and makes sparse codes.
     coding : {"fixed", "elias", "range"}
-        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, payloads are shorter the more
-        levels are small. ``"elias"`` is the paper's code, and ``"range"`` comes close to the entropy of up to 127
-        levels. Levels above 127 that differ by less than 1/64 take the same bits in ``"range"``, however frequent each
-        is.
+        ``"fixed"``: all codes have the same width. With a coder, which runs on the host, a payload is shorter if more
+        of its levels are small. ``"elias"`` is the paper's code, and ``"range"`` comes close to the entropy of up to
+        127 levels. In ``"range"``, levels above 127 with the same length and the same first 7 bits take equally many
+        bits, however frequent each is.
 
     Notes
     -----
     E ||C(v) - v||^2 is exactly step^2 * sum_i p_i (1 - p_i), where p_i is the fractional part of |v_i| / step. Sends
-    bits + 32 / bucket_size bits per element. With a coder, this is at most one byte more in total, since codes that
-    coding would not shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et
-    al., NeurIPS 2017, section 3.1.
+    bits + 32 / bucket_size bits per element. A coder adds at most one byte in total to this, since codes that it would
+    not shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al., NeurIPS
+    2017, section 3.1.
 
     Examples
     --------
@@ -170,7 +170,7 @@ class QSGD(BucketedCompressor):
 class WideQSGD(QSGD):
     """The plain compressor of a coder with more levels than payloads of fixed width may have.
 
-    It is another class, so that kernels for codes of up to 8 bits do not treat it as a `QSGD`.
+    It is a class of its own, so that kernels for codes of up to 8 bits do not treat it as a `QSGD`.
     """
 
     _most_uncoded: ClassVar[int] = _MOST_LEVELS

@@ -42,9 +42,9 @@ class RandK(Compressor):
     Notes
     -----
     E ||C(v) - v||^2 is exactly omega ||v||^2 for every v, with omega = bucket_size / k - 1. For error feedback use
-    ``Scaled(RandK(...))``, which leaves out the factor, and is a contraction with delta = k / bucket_size. Sends 40
-    bits for each kept element: its value in float32, and its number within the stratum in a byte. If a stratum has more
-    than 256 elements, an element takes 48 bits. A tail draws from its padded length, a power of two from 8.
+    ``Scaled(RandK(...))``, which omits the factor bucket_size / k, and is a contraction with delta = k / bucket_size.
+    Sends 40 bits for each kept element: its value in float32, and its number within the stratum in a byte. If a stratum
+    has more than 256 elements, an element takes 48 bits. A tail draws from its padded length, a power of two from 8.
 
     With fewer bits per value, omega is at most bucket_size / k * (1 + omega of the rounding) - 1. Sends ``value_bits``
     bits for each kept element (but for no fewer than 8 elements per bucket), 32 bits for each bucket, and 128 bits that
@@ -76,7 +76,7 @@ class RandK(Compressor):
 
     @cached_property
     def spec(self) -> str:
-        """The spec string, which leaves out 32 ``value_bits``, so that such payloads keep their old name."""
+        """The spec string, which leaves out ``value_bits=32``, so that such payloads keep their old name."""
         return super().spec.removesuffix(",value_bits=32")
 
     @cached_property

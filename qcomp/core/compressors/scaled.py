@@ -1,4 +1,4 @@
-"""`Scaled`: scales an unbiased compressor to a contraction, as error feedback needs it."""
+"""`Scaled`: makes an unbiased compressor a contraction, which error feedback requires, by scaling its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -25,7 +25,8 @@ class ScaledSign(BucketedCompressor):
     scale : {"l1", "rms"}
         ``"l1"``, the mean magnitude ||v||_1 / n, gives the closest vector of this form, and a contraction: ||C(v) -
         v||^2 = (1 - ||v||_1^2 / (n ||v||_2^2)) ||v||^2 exactly. ``"rms"``, ||v||_2 / sqrt(n), is the scale in the 1-bit
-        Adam paper: it keeps the norm and drains a residual faster, but expands sparse vectors.
+        Adam paper: it keeps the norm, and residuals shrink faster, but the error of a sparse vector may exceed the
+        vector.
 
     Notes
     -----

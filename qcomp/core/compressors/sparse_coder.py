@@ -19,7 +19,7 @@ class GapCoder:
     value_bits: int
 
     def around(self, plain: AnyCompressor) -> "GapCoder":
-        """Return this coder for another compressor with the same payloads."""
+        """Return a coder like this one for a compressor with the same payloads."""
         return replace(self, plain=plain)
 
     def payload_spec(self, size: int) -> PayloadSpec:

@@ -23,13 +23,13 @@ def kept_delta(k: int, bucket_size: int, bits: int) -> float:
 
     Notes
     -----
-    Let a_1 >= ... >= a_k be the kept magnitudes, and e_i the error of a_i. The captured part is sum a_i^2 - e_i^2. The
-    lost part is sum e_i^2 plus the squares of the dropped elements, at most (n - k) a_k^2. A short number has a
+    Let a_1 >= ... >= a_k be the kept magnitudes, and e_i the error of a_i. The captured part is sum (a_i^2 - e_i^2).
+    The lost part is sum e_i^2 plus the squares of the dropped elements, at most (n - k) a_k^2. A short number has a
     relative error of at most 2^-4.
 
-    With up to two bits, let S = sum a_i. The errors are at most as large as with one level at the mean, so at least (1
-    - 2^-8) S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros: j / k up to j =
-    k, and k / j from there on. So delta is min(1 / k, k / n), apart from rounding.
+    With up to two bits, let S = sum a_i. The errors are at most as large as with one level at the mean, so at least
+    (1 - 2^-8) S^2 / k is captured. S^2 / (k ||v||^2) is smallest where v has j equal elements and zeros:
+    j / k up to j = k, and k / j from there on. So delta is min(1 / k, k / n), apart from rounding.
 
     With m > 2 levels, let X = a_1 - a_k. Of the largest square, and of a_k^2 for each element, all but 2^-8 is
     captured: together at least (1 - 2^-8) (X^2 + k a_k^2). The other elements lose at most half a step, X / (2 (m -

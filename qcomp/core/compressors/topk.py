@@ -54,10 +54,10 @@ class TopK(Compressor):
     1 / k). With more bits, it is min(k / bucket_size, 1 / (1 + 1.25 k / q)) with q = 4 (2^(value_bits - 1) - 1)^2. The
     rounding of levels reduces delta by a fraction of at most 2^-7. The worst case needs one element far above k - 1
     small ones; on gradients, the rounding error with 2 bits is one or two percent of the squared norm of the kept
-    elements. A payload of fixed length has 1 to 3 bytes for each kept element, which hold its index and, in the lower
-    bits, its value, and 64 bits for each bucket. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements
-    of 4096; the positions alone need at least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after
-    SparseLoCo, arXiv 2508.15706.
+    elements. A payload of fixed length has 64 bits for each bucket, and 1 to 3 bytes for each kept element: its index
+    and, in the lower bits, its value. With 2 bits, the coder sends at most 9.6 bits for each of 64 elements of 4096;
+    the positions alone need at least log2 binom(4096, 64) / 64 = 7.36 of these. The 2-bit values are after SparseLoCo,
+    arXiv 2508.15706.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class TopK(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """A contraction by k / bucket_size, or a little less with fewer bits per value."""
+        """A contraction with delta k / bucket_size, or less with fewer bits per value."""
         n = self.bucket_size
         delta = self.k / n if self.value_bits == 32 else kept_delta(self.k, n, self.value_bits)
         return Traits(n, delta=delta, keeps_zero=True, kept=self.k)

@@ -1,1 +1,1 @@
-"""Steps that survive the loss of ranks: the pure part."""
+"""The pure part of `qcomp.elastic`: how ranks agree on a snapshot after others have died, and resume from it."""

@@ -66,8 +66,9 @@ class ElasticState(NamedTuple):
     since : int
         The label of the first snapshot that this rank ever had.
     history : tuple of Snapshot
-        The last snapshot is the current one. The one before it precedes the last computation that exchanged anything,
-        since other ranks may have to go back to it. With ``lost="restore"``, the last snapshot with copies comes first.
+        The last snapshot is the current one. The snapshot before it precedes the last computation that exchanged
+        anything, since the ranks may have to go back to that snapshot. With ``lost="restore"``, the last snapshot with
+        copies comes first.
     """
 
     since: int
@@ -134,13 +135,13 @@ class Elastic:
       worker residual counts with 1 / N in the mean, a server residual in full.
 
     A rank that completes a step has received messages from all others in its last exchange. So all others have begun
-    that step, and no rank is more than one exchanging step ahead: one snapshot from before that step is enough. It
-    costs the memory of another set of parameters and moments, so steps cannot overwrite their inputs. ``"restore"``
-    keeps a third set, and sends 32 bits per element of the arrays that only one rank has.
+    that step, and no rank is more than one exchanging step ahead: one snapshot from before that step is enough. This
+    snapshot costs the memory of a second set of parameters and moments, since steps cannot overwrite their inputs.
+    ``"restore"`` keeps a third set, and sends 32 bits per element of the arrays that only one rank has.
 
     Momenta and sums that differ between ranks by design, as in `ZeroOneAdam` between synchronisations, become the mean
-    over the remaining ranks. In an outer round, the ranks' parameters and the outer gradients under way become means
-    over the remaining ranks too. If an array is dropped that only one rank has, as the owner of a tensor in `Muon`, it
+    over the remaining ranks. In an outer round, the ranks' parameters and the outer gradients under way also become
+    means over the remaining ranks. If an array that only the owner of a tensor has is dropped, as in `Muon`, the array
     begins again at zero. The caller is responsible for the state of inner optimizers.
 
     Examples
@@ -231,13 +232,14 @@ class Elastic:
         held: ElasticState,
         comm: Transport,
     ) -> ElasticState:
-        """Run another computation instead of a step, such as ``QSVRG.epoch_stages`` or ``OuterLoop.stages``.
+        """Run a computation instead of a step, such as ``QSVRG.epoch_stages`` or ``OuterLoop.stages``.
 
         Parameters
         ----------
         computation : callable
-            Takes the current parameters and state, and returns stages that return the new ones. For an `OuterLoop`, it
-            makes the inner step from these parameters; in the warm-up, it first averages the gradients.
+            Takes the current parameters and state, and returns stages that return new parameters and a new state. For
+            an `OuterLoop`, it makes the inner step from these parameters; in the warm-up, it first averages the
+            gradients.
         held, comm
             As for `step`.
 
@@ -407,7 +409,7 @@ class Elastic:
         return states
 
     def _whole(self, here: Snapshot) -> OptimizerState:
-        """Return everything that this rank contributes to another world, including its parameters in an outer loop."""
+        """Return everything that this rank contributes to a new world, including its parameters in an outer loop."""
         return self.optimizer.whole(here.params, here.state)
 
     def _is_turn(self, state: OptimizerState) -> bool:

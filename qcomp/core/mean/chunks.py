@@ -17,7 +17,7 @@ class Segment(NamedTuple):
     stop: int
     """The element after the last element within the tensor."""
     bucket: int
-    """Number of the first bucket in keys. No two tensors have a bucket number in common, so none share draws."""
+    """The segment's first bucket number, as in keys. No two tensors share a bucket number, so none share draws."""
 
     @property
     def size(self) -> int:
@@ -102,7 +102,7 @@ def _cut_each(
 def deal(sizes: Sequence[int], bucket_sizes: Sequence[int], count: int, *, costs: Sequence[int]) -> Chunks:
     """Give every whole tensor to one of ``count`` chunks: the costliest first, to the chunk with the least cost so far.
 
-    No chunk costs more than the mean of all chunks plus one tensor. Buckets are numbered as by `cut`.
+    No chunk costs more than the mean of all chunks plus the cost of one tensor. Buckets are numbered as by `cut`.
 
     Examples
     --------

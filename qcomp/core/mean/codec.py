@@ -51,8 +51,8 @@ class Verdicts:
     Parameters
     ----------
     at_once : bool
-        Whether each exchange's verdicts are read as they arrive. It must be the same on all ranks. Messages of variable
-        length need it, since their refusals cannot be decoded.
+        Whether each exchange's verdicts are read as they arrive. It must be the same on all ranks. True is required for
+        messages of variable length, since their refusals cannot be decoded.
     """
 
     def __init__(self, *, at_once: bool) -> None:
@@ -123,10 +123,10 @@ class Codec:
     ) -> Compressed:
         """Compress all chunks of these tensors, with feedback if there are residuals.
 
-        The chunks cover each tensor in order. With ``donate`` the new residuals overwrite the tensors; the old
-        residuals are never written to, so that they survive if any rank refuses. With ``blends``, the tensors are
-        blended into momenta, which are compressed instead. ``into`` may hold a buffer for the new residual of each
-        tensor, which is not used with ``donate``.
+        A tensor's segments come in order, and together cover the tensor. With ``donate`` the new residuals overwrite
+        the tensors; the old residuals are never written to, so that they survive if any rank refuses. With ``blends``,
+        the tensors are blended into momenta, which are compressed instead. ``into`` may hold a buffer for each tensor's
+        new residual; with ``donate`` it is not used.
         """
         over_values = bool(residuals) and donate and all(map(is_mutable, tensors))
         buffers: Sequence[Any] = (
@@ -155,7 +155,7 @@ class Codec:
         key: Key,
         blends: Sequence[Blend],
     ) -> list[Array]:
-        """Return the message of each chunk, whose segments are compressed one after the other."""
+        """Compress the segments of each chunk in order, and return the message of each chunk."""
         of_chunks = [_encode_chunk(frame, tensors, news, key, blends) for frame in frames]
         verdict = self._verdict([encoded for of_chunk in of_chunks for encoded in of_chunk])
         # A message is a copy of its payloads: freeing the payloads chunk by chunk halves the memory.
@@ -205,7 +205,7 @@ class Codec:
         verdicts: Verdicts,
         error: NonFiniteError | None,
     ) -> list[Opened]:
-        """Return the contents of the message from each rank, and add their verdicts to ``verdicts``.
+        """Return the contents of each rank's message, and add the verdicts of the messages to ``verdicts``.
 
         Raises
         ------
@@ -330,7 +330,7 @@ class Codec:
 
 
 def unsealed(codec: Codec, sealed: Array, frame: Frame, sender: int, ranks: int) -> tuple[Array, set[int]]:
-    """Return the message inside a sealed one, and the ranks to blame if it is a refusal."""
+    """Return a sealed message without its seal, and the ranks to blame: none, unless the message is a refusal."""
     message, accused = unseal(sealed, ranks)
     return message, (accused or {sender}) if codec.refuses(message, frame, sender) else set()
 
@@ -345,7 +345,7 @@ class _NewResiduals:
         self._parts: list[list[Array]] = [[] for _ in old]
 
     def buffer(self, tensor: int, part: slice, values: Array) -> Array | None:
-        """Return the buffer for a part of a residual: ``values``, that part of the tensor, if it may be overwritten."""
+        """Return the buffer for a part of a residual: with ``over_values``, it is ``values``, that part of a tensor."""
         if not self.old:
             return None
         if self._over_values:
@@ -354,7 +354,7 @@ class _NewResiduals:
         return None if buffer is None else buffer[part]
 
     def add(self, tensor: int, part: Array | None) -> None:
-        """Take the next part, which is already in its buffer if there is one."""
+        """Take the next part of a residual; it is already in its buffer if it has one."""
         if part is not None and self.buffers[tensor] is None:
             self._parts[tensor].append(part)
 
@@ -371,7 +371,7 @@ class _NewResiduals:
 def _encode_chunk(
     frame: Frame, tensors: Sequence[Array], news: _NewResiduals, key: Key, blends: Sequence[Blend]
 ) -> list[Encoded]:
-    """Compress the segments of a chunk one after the other."""
+    """Compress the segments of a chunk in order."""
     found = []
     for compressor, (tensor, start, stop, bucket) in zip(frame.compressors, frame.chunk, strict=True):
         part = slice(start, stop)

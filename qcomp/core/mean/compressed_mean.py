@@ -108,13 +108,14 @@ class CompressedMean:
     topology : str, default "two_phase"
         ``"two_phase"``: the vector is cut into a chunk for every rank. Each rank is the server of its chunk: it
         receives that part of every rank's payload, averages, compresses the average again and sends it to all.
-        ``"all_gather"``: every rank sends its payload to every other. One compression, N times the bytes.
+        ``"all_gather"``: every rank sends its payload to every other. Values are compressed only once, but each rank
+        sends N / 2 times the bytes of two phases.
         ``"hierarchical"``: exact sums inside each node, two phases between nodes; then the result is sent to all ranks
         of the node. On a single node the mean is exact.
         ``"ring"``: the sum of each chunk grows from rank to rank, and each rank compresses it anew for the next. Each
         rank sends to only one neighbour, and compression rounds a value up to N times.
-        ``"auto"``: `init` selects the fastest of these with the cost model, once; the state records the choice. See
-        `qcomp.core.mean.topologies.choice.choose_topology`.
+        ``"auto"``: `init` selects the topology that is fastest by the cost model, once; the state records the choice.
+        See `qcomp.core.mean.topologies.choice.choose_topology`.
         Or the name of a topology that was registered with `qcomp.topologies.register`.
     feedback : bool, default True
         Whether workers and servers add what compression has lost to their next vector.
@@ -132,11 +133,11 @@ class CompressedMean:
     -----
     If b is the bytes of the payload of the whole vector, each of N ranks sends 2 (N - 1) / N * b bytes in two phases
     and (N - 1) * b by all-gather, plus a few bytes of verdict and padding. For the other topologies see
-    `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, another
-    exchange, of 16 N bytes to every rank, announces the lengths before each exchange. All ranks decode the same bytes,
+    `qcomp.core.mean.topologies.hierarchical` and `qcomp.core.mean.topologies.ring`. If payload lengths vary, an extra
+    exchange before each exchange announces the lengths, with 16 N bytes to every rank. All ranks decode the same bytes,
     so they hold the same mean bit for bit. Values are added in rank order, or in the order of the ring. Sum identity:
-    the means of T steps add up to the sum of the exact means minus mean_i e_i + e_s, the residuals after the last step.
-    Source: Tang et al. (DoubleSqueeze), ICML 2019.
+    the means of T steps add up to the sum of the exact means minus (mean_i e_i + e_s), where e_i are the workers' and
+    e_s the servers' residuals after the last step. Source: Tang et al. (DoubleSqueeze), ICML 2019.
 
     With all-gather, compression rounds a value once. Two phases round it twice. The hierarchical mean rounds it twice
     between nodes, and never inside a node. A ring rounds sums N - 1 times and their mean once. With an unbiased
@@ -162,9 +163,9 @@ class CompressedMean:
     """The kinds of the arrays in ``MeanState.worker`` and ``MeanState.server``, as checkpoints name them."""
 
     owned_kinds: ClassVar[tuple[str, ...]] = ()
-    """The part of ``kinds`` of which only the rank that owns a tensor has an array."""
+    """The kinds of which only the owner of a tensor has an array for that tensor."""
     tracked_kinds: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Maps each kind whose mean over the ranks is another kind to that other kind, which all ranks hold in full."""
+    """Maps a kind to the kind that is its mean over the ranks, of which every rank holds all arrays in full."""
     part_kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of arrays of which each rank holds a part for each tensor; see `starts`."""
     low_rank: ClassVar[bool] = False
@@ -193,7 +194,7 @@ class CompressedMean:
 
     @cached_property
     def compressors(self) -> tuple[Compressor, ...]:
-        """The compressor of all tensors, alone in a tuple, or the compressor of each tensor."""
+        """A tuple of the one compressor of all tensors, or of one compressor for each tensor."""
         return self.compressor if isinstance(self.compressor, tuple) else (self.compressor,)
 
     @property
@@ -304,7 +305,7 @@ class CompressedMean:
         return self.within(choose_topology(compressors, sizes, Nodes.of(size, nodes), self.link))
 
     def within(self, topology: str) -> CompressedMean:
-        """Return this mean in another topology: the same object for the same name, so that its layouts are kept."""
+        """Return this mean with a given topology: the same object for the same name, so that layouts are kept."""
         return self if topology == self.topology else self._like(topology, topology=topology)
 
     def around(self, compressors: tuple[Compressor, ...]) -> CompressedMean:
@@ -449,8 +450,8 @@ class CompressedMean:
         donate : bool, default False
             Whether the new residuals may take the buffers of x, whose values are then lost even if this raises. In
             addition to the mean and the new residuals, a mean then needs memory for the payloads and for the float32
-            values of one chunk. A ring keeps x. A hierarchical mean keeps x too, and needs memory for a copy of x, for
-            what its node sends, and for the sum.
+            values of one chunk. A ring and a hierarchical mean do not write to x. A hierarchical mean needs memory for
+            a copy of x, for what its node sends, and for the sum.
         blends : sequence of Blend
             One for each array of x. The arrays are blended into momenta, and the momenta are averaged.
         overwrite : bool, default False
@@ -482,7 +483,7 @@ class CompressedMean:
         return means if isinstance(x, list | tuple) else means[0], state
 
     def begin(self, tensors: Sequence[Array], state: MeanState, terms: Terms) -> Computation:
-        """Return the rounds of one call with dense, detached tensors, for callers that interleave means."""
+        """Return the computation of one call, for callers that interleave means; tensors must be dense and detached."""
         mean = self if self.topology != AUTO else self.within(state.topology)
         self._require_terms(terms, len(tensors))
         resolved = mean.resolved

@@ -26,8 +26,8 @@ class Link:
         Number of ranks of a node that reach this bandwidth at once. 1 if one rank can use the node's whole bandwidth.
         More than 1 if a single connection cannot, as with TCP on fast Ethernet. Infinite if each rank has its own link.
     per_message : float, optional
-        Seconds that each further message of the same exchange takes. The default is the latency, as if messages were
-        sent one after the other.
+        Seconds that each message of an exchange takes after the first. The default is the latency, as if each message
+        waited for the previous one.
 
     Examples
     --------
@@ -124,7 +124,7 @@ class Load(NamedTuple):
     copy: float
     """Seconds per element to copy float32."""
     exact: int = 0
-    """Number of elements that are not compressed, which only cost time on the wire."""
+    """Number of elements that are not compressed. They only cost time on the wire."""
     call: float = 0.0
     """Fixed seconds per exchange, to start it and assemble its messages."""
 
@@ -152,7 +152,7 @@ class Cost(NamedTuple):
 
 def around(sent: float, cluster: Cluster) -> float:
     """Return how many seconds each rank takes to send ``sent`` bytes to its neighbour, in 2 (N - 1) steps."""
-    # One rank of each node sends to the next node, the others to ranks of their node, all in the same steps.
+    # One rank of each node sends to the next node, its other ranks to ranks of their node, all in the same steps.
     links = [cluster.link] * (cluster.nodes > 1) + [cluster.inside] * (cluster.ranks_per_node > 1)
     if not links:
         return 0.0

@@ -39,7 +39,8 @@ class EF21Mean(CompressedMean):
     |x_i - g_i'|^2 <= (1 - delta) |x_i - g_i|^2; top-k of d elements is exact after ceil(d / k) steps. All ranks decode
     the same bytes and add in rank order, so they hold the same g bit for bit. The additions to g and to the estimates
     are rounded separately: after T steps g differs from the mean of the estimates by up to about T roundings of the
-    largest values (each 6e-8 of the value in float32), and that error stays. If it matters, use float64 or restart.
+    largest values (each 6e-8 of the value in float32). This error stays. If it matters, use float64, or make a new
+    state.
 
     Every rank sends its payload to every other, (N - 1) * b bytes. There is no server, because ranks would not know
     what a server's compression had lost. A state holds g_i as ``worker`` and g as ``server``. Source: Richtarik,
@@ -124,6 +125,6 @@ _TRACKING = _Tracking()
 
 
 def _put(values: Sequence[Array], places: Sequence[Array | None]) -> tuple[Array, ...]:
-    """Return values; a value that has a buffer is written into it."""
+    """Return values, each written into its place unless that is None."""
     pairs = zip(values, places or [None] * len(values), strict=True)
     return tuple(x if place is None else write_into(place, x) for x, place in pairs)

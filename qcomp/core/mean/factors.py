@@ -1,4 +1,4 @@
-"""Which tensors PowerSGD averages by two factors, which rank owns each factor, and how all ranks get its mean."""
+"""Plans which tensors PowerSGD sends as two factors, and which rank owns each factor; then averages the factors."""
 
 import heapq
 import math
@@ -41,11 +41,14 @@ class Factors(NamedTuple):
     """How the left factors, or the right factors, of all matrices get to all ranks."""
 
     layout: Layout
-    """The layout of the packs, which are vectors: one chunk per owner, or one chunk in all if there are no owners."""
+    """The layout of the packs as vectors: one chunk for each owner, or a single chunk if there are no owners."""
     packs: tuple[tuple[int, ...], ...]
-    """The factors in each pack, all of one owner. Only factors that are compressed by element share a pack."""
+    """The numbers of the factors in each pack, which all have one owner.
+
+    Factors share a pack only if their compressor treats each element on its own.
+    """
     shapes: tuple[tuple[int, int], ...]
-    """The shape of each factor: its number of rows, which is the rank of the matrix, and their length."""
+    """The shape of each factor: its number of rows, which is the rank of the approximation, and their length."""
 
     def joined(self, factors: Sequence[Array]) -> list[Array]:
         """Return the packs of factors."""
@@ -59,7 +62,7 @@ class Factors(NamedTuple):
 
 
 class FactorPlan(NamedTuple):
-    """What one rank must know about a mean, as far as it depends on the tensors' shapes, but not on their values."""
+    """The facts about a mean that one rank needs, as far as they do not depend on the values of tensors."""
 
     matrices: tuple[Matrix, ...]
     rest: tuple[int, ...]
@@ -84,7 +87,7 @@ def matrices_of(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression:
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of a tensor: its first axes and its other axes, cut where their sum is smallest."""
+    """Return the rows (first axes) and columns (other axes) of a tensor, cut where rows + columns is smallest."""
     size = math.prod(shape)
     return min(((rows, size // rows) for rows in accumulate(shape[:-1], mul)), key=sum)
 
@@ -172,13 +175,14 @@ def average(
     finish: Finish | None,
     server: Callable[[Finish | None], Server],
 ) -> Stages[tuple[list[Array], NonFiniteError | None]]:
-    """Return the finished mean of each factor, the same on all ranks.
+    """Return the finished mean of each factor, the same on all ranks, and this rank's first error, or None.
 
-    The owner of a factor averages it, applies ``finish``, and sends it to all. Two ranks send each other all factors,
-    and each averages all of them itself.
+    The owner of a factor averages it, applies ``finish`` unless that is None, and sends the result to all. With two
+    ranks, factors have no owners: the ranks send each other all factors, and each rank averages all of them itself.
 
-    ``error`` kept this rank from computing the values; the first error so far is also returned. Magnitudes below
-    ``least`` are replaced by zero. ``server`` takes ``finish``, which None leaves out, and returns `serve` with it.
+    ``error`` is what kept this rank from computing the values, or None. Magnitudes below ``least`` are replaced by
+    zero. ``server`` takes ``finish``, and returns what an owner applies to arriving factors, such as `serve` with this
+    ``finish``.
     """
     layout, packs = factors.layout, factors.joined(values)
     codec = Codec(packs)

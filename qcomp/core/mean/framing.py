@@ -1,4 +1,4 @@
-"""How buffers are joined into messages, the `Frame` of a chunk's payloads, and the ranks to blame for a refusal."""
+"""Messages: a `Frame` joins a chunk's payloads and verdict, and a seal adds the ranks to blame for a refusal."""
 
 import struct
 from collections.abc import Collection, Sequence
@@ -107,7 +107,7 @@ class Frame:
 
     @cached_property
     def as_tensors(self) -> "Frame":
-        """The frame of the same payloads in which each segment is a tensor, with the bucket numbers that it had."""
+        """The frame of the same payloads with each segment as a whole tensor, which keeps its bucket number."""
         chunk = tuple(Segment(index, 0, s.size, s.bucket) for index, s in enumerate(self.chunk))
         return Frame(chunk, self.compressors, self.dtypes, self.variable_length)
 
@@ -135,8 +135,8 @@ class Frame:
 class Opened:
     """A message whose frame has been checked.
 
-    ``verdict`` is not 0 if the sender could not compress. ``buffers`` has the data of each payload, if the message
-    begins with their lengths.
+    ``verdict`` is 0 unless the sender could not compress. ``buffers`` has the data of each payload if the message
+    begins with the lengths of its buffers.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ def join_lengths(buffers: Sequence[Array]) -> Array:
 
 
 def split_lengths(message: Array, bounds: Sequence[Bounds]) -> list[Array]:
-    """Return the buffers of a message, the inverse of `join_lengths`; raise PayloadError if they exceed bounds."""
+    """Return the buffers of a message, the inverse of `join_lengths`; PayloadError if a length is out of bounds."""
     raw = host_bytes(message)
     start = _NUMBER * len(bounds)
     if len(raw) < start:
@@ -201,7 +201,7 @@ def sealed_size(size: int, ranks: int) -> int:
 
 
 def unseal(sealed: Array, ranks: int) -> tuple[Array, set[int]]:
-    """Return the inner message and, if it is a refusal, the ranks to blame; an empty set blames the sender."""
+    """Return a message without its seal, and the ranks to blame if it is a refusal; an empty set blames the sender."""
     end = sealed.shape[0] - joined_size([ranks])
     flags = host_bytes(sealed[end : end + ranks])
     return sealed[:end], {rank for rank, flag in enumerate(flags) if flag}

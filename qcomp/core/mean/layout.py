@@ -140,7 +140,7 @@ class Layout:
 
     @cached_property
     def server_residuals(self) -> dict[int, int]:
-        """For each tensor of which this rank serves a segment, the index of its server residual."""
+        """Maps each tensor with a segment that this rank serves to the index of that segment's server residual."""
         return {segment.tensor: number for number, segment in enumerate(self.residuals.server)}
 
     @cached_property

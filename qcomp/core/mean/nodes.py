@@ -1,4 +1,4 @@
-"""`Nodes`, which says which ranks share a node, and `learn_nodes`, the exchange by which ranks learn this."""
+"""`Nodes`: which ranks share a node; and `node_stages`: the exchange by which ranks learn this."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

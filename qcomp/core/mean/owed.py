@@ -1,4 +1,4 @@
-"""`owed`: what a rank must add to its next values when it changes to another mean, so that no residual is lost."""
+"""`owed`: what a rank must add to its next values when it changes to a new mean, so that no residual is lost."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ def require_residuals(mean: CompressedMean) -> None:
 def owed(mean: CompressedMean, state: MeanState) -> list[Array]:
     """Return for each tensor, flat, what this rank must add to its next values so that no residual is lost.
 
-    By the sum identity of `CompressedMean` the means so far lack mean_i e_i + e_s, the residuals of workers and
-    servers. So with N ranks the result is e_i, plus N e_s where this rank is the server; with residuals of K nodes
-    instead of ranks, N / K e_i replaces e_i. The list is empty if there are no residuals.
+    Let e_i be the residuals of workers, and e_s those of servers. By the sum identity of `CompressedMean`, the sum of
+    all means so far is too small by (mean_i e_i + e_s). So with N ranks the result is e_i, plus N e_s where this rank
+    is the server; with residuals of K nodes instead of ranks, N / K e_i replaces e_i. The list is empty if there are no
+    residuals.
     """
     if not state.worker and not state.server:
         return []

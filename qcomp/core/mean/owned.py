@@ -55,7 +55,7 @@ class Rule(Protocol):
 
 
 class Dealt(NamedTuple):
-    """What a tensor's exchange depends on besides the tensor itself; it follows from all tensors of the model."""
+    """The facts about a tensor's exchange that depend on the other tensors of the model."""
 
     owner: int
     """The rank that owns the tensor."""
@@ -150,7 +150,7 @@ class OwnedMean(SeparableMean):
         return SeparableMean.join(states)._replace(server=(*momenta, *residuals))
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of the message to each owner, and of the message from each, if tensors are float32."""
+        """Return the bytes of the message to each owner, and of the message from each owner, for float32 tensors."""
         layout = self.layout(shapes, rank=0, size=size)
         return layout.message_sizes, self.resolved.answers(layout).message_sizes
 
@@ -176,7 +176,7 @@ class OwnedLayout(Layout):
 
     @cached_property
     def answers(self) -> tuple[Frame, ...]:
-        """The frame of this rank's message with updates, whose segments number the tensors that this rank owns."""
+        """The frame of this rank's message with updates. Its segments number only the tensors that this rank owns."""
         return (self.updates.own.as_tensors,)
 
     @cached_property

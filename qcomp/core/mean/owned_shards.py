@@ -45,14 +45,14 @@ class ShardedMean(OwnedMean):
     owners' residuals have the order of whole tensors, so they move unchanged to ranks with other shards.
 
     Compressors and the rule see the shapes of whole tensors, and no bucket crosses from one shard into the next.
-    ``sharding`` has all parameters of an optimizer, and ``exact`` says which of them are not averaged here; it is empty
-    for none.
+    ``sharding`` has all parameters of an optimizer, and ``exact`` says which of these are not averaged here; an empty
+    ``exact`` stands for none.
 
-    The mean of an element is the mean over the ranks that send it: all that hold it, or one of them if their values are
-    equal already (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element, the means of T steps add
-    up to the sum of the exact means minus mean_i e_i, over the ranks i that send it. A rank keeps e_i for the shards
-    that it sends. The decoded updates add up to the sum of the rule's updates minus e_s, which the owner keeps for the
-    whole tensor.
+    The mean of an element is the mean over the ranks that send it. These are all ranks that hold the element, or one of
+    them if their values are equal already (``Sharding.averaged``). Feedback works as in `OwnedMean`: for each element,
+    the means of T steps add up to the sum of the exact means minus mean_i e_i, where i runs over the ranks that send
+    the element. A rank keeps e_i for the shards that it sends. The decoded updates add up to the sum of the rule's
+    updates minus e_s, which the owner keeps for the whole tensor.
 
     With b bytes in the payload of all tensors, c bytes in the payload of all updates, and N ranks without replicas,
     each rank sends (N - 1) / N^2 * (b + c) bytes. With R replicas of S shards, it sends about b / S + c / S bytes, or b
@@ -78,12 +78,12 @@ class ShardedMean(OwnedMean):
         return _ShardOwners(self.updates, self.rule, self.repaid, self.own)
 
     def message_sizes(self, shapes: Sequence[Shape], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the bytes of rank 0's message to each owner, and of the message from each; float32."""
+        """Return the bytes of rank 0's message to each owner, and of each owner's to rank 0, for float32 tensors."""
         layout: Any = self.layout(shapes, rank=0, size=size)
         return layout.message_sizes, tuple(frame.nbytes for frame in layout.answers_arriving)
 
     def facts(self, tensors: Sequence[Array]) -> dict[str, Any]:
-        """Return the facts on which ranks must agree, with whole tensors' shapes, and which rank holds which part."""
+        """Return the facts on which ranks must agree, such as the shapes of whole tensors, and who holds which part."""
         return {**super().facts(tensors), "shapes": list(self.own.shapes), "sharding": str(self.sharding)}
 
     def starts(self, rank: int) -> tuple[str, ...]:
@@ -278,9 +278,9 @@ def _joined(
 class ExactShards(CompressedMean):
     """The exact mean of each shard over the replicas; used like `CompressedMean`.
 
-    Without replicas, or if replicas are already averaged, shards are their own means, and a rank sends one byte to all
-    others: whether its values are finite. Otherwise it also sends 2 (R - 1) / R * 32 bits per element of its shards, to
-    the R - 1 other ranks that hold the same shards.
+    Without replicas, or if replicas are already averaged, shards are their own means, and a rank only tells every other
+    rank, in one byte, whether its values are finite. Otherwise it also sends 2 (R - 1) / R * 32 bits per element of its
+    shards, to the R - 1 other ranks that hold the same shards.
     """
 
     sharding: Sharding = field(kw_only=True)
@@ -320,7 +320,7 @@ def _require_finite(values: Sequence[Array], state: MeanState) -> Stages[Any]:
 
 
 def _among(stages: Stages[Any], ranks: Sequence[int], world: int) -> Stages[Any]:
-    """Run a computation among some ranks by exchanges of all ranks; the other ranks run theirs at the same time."""
+    """Run a computation of some ranks in exchanges of all ranks, in which the other ranks run their computations."""
 
     def ask(request: Exchange) -> Stages[Sequence[Array]]:
         send = request.send if isinstance(request, AllToAll) else (request.send,) * len(ranks)

@@ -63,9 +63,10 @@ Above (sqrt(2) - 1)^2, which is a little larger, feedback could diverge.
 class PowerSGDMean(TensorwiseMean):
     """The mean over all ranks by PowerSGD: each matrix as a product of two thin factors, with error feedback.
 
-    With M_i = x_i + e_i of rank i, seen as n x m matrices, and Q of the last step: P = orthonormal(mean_i M_i Q), Q' =
-    mean_i M_i^T P. All ranks return P Q'^T, and rank i keeps e_i' = M_i - P Q'^T. Over time nothing is lost, and P Q'^T
-    follows the largest singular vectors of the mean.
+    Rank i takes M_i = x_i + e_i as an n x m matrix, and all ranks have Q from the last step. Together they compute P =
+    orthonormal(mean_i M_i Q) and Q' = mean_i M_i^T P. All ranks return P Q'^T, and rank i keeps e_i' = M_i - P Q'^T.
+    Over time nothing is lost, and P Q'^T follows the singular vectors of the mean that have the largest singular
+    values.
 
     Parameters
     ----------
@@ -92,18 +93,18 @@ class PowerSGDMean(TensorwiseMean):
     on average 2 (N - 1) / N * 4 rank (n + m) bytes for a matrix in float32, in four exchanges. In the first two of
     these, it also sends 2 (N - 1) / N * 4 bytes per element of the exact tensors. Each factor has an owner among the
     ranks, which averages it, makes it orthonormal if it is P, and sends it to all. Factors are dealt to owners by size.
-    Two ranks need no owners: they send each other all factors, as many bytes in two exchanges. Means and orthonormal
-    factors have the same bits in every library, so ranks may have different hardware and libraries, and hold the same
-    mean bit for bit. Each rank computes its contributions M_i Q and M_i^T P by the matrix product of its library. A
-    column of Q that would be zero, as for a gradient of zero, stays as it was. Elements of Q' below 2^-72 count as zero
-    and stay in the residuals, so gradients should be larger.
+    Two ranks need no owners: they send each other all factors, which takes two exchanges and the same number of bytes.
+    Means and orthonormal factors have the same bits in every library, so ranks may have different hardware and
+    libraries, and hold the same mean bit for bit. Each rank computes its contributions M_i Q and M_i^T P by the matrix
+    product of its library. A column of Q that would be zero, as for a gradient of zero, stays as it was. Elements of Q'
+    below 2^-72 count as zero and stay in the residuals, so gradients should be larger.
 
     Sum identity: the means of T steps add up to the sum of the exact means minus mean_i e_i after the last step, even
     if factors are compressed. Feedback is stable because P P^T is a projection. With compressed factors it is stable if
     P P^T is close to a projection. So the compressor must be a `Cast`, or its ``traits`` must promise that it is
-    lossless or has a relative squared error of at most 1 / (6 rank). A state holds e_i as ``worker``, and the columns
-    of Q one after the other as ``server``, which is the same on all ranks. Source: Vogels, Karimireddy and Jaggi,
-    NeurIPS 2019, algorithms 1 and 2.
+    lossless or has a relative squared error of at most 1 / (6 rank). A state holds e_i as ``worker``. As ``server`` it
+    holds the Q of each matrix, the same on all ranks, with its columns joined into one vector. Source: Vogels,
+    Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
 
     Examples
     --------
@@ -268,7 +269,7 @@ class PowerSGDMean(TensorwiseMean):
         state: MeanState,
         terms: Terms,
     ) -> Stages[Averaged]:
-        """Average the two factors of each matrix, one after the other."""
+        """Average the left factor of each matrix, then the right factor of each."""
         verdicts = Verdicts(at_once=plan.left.layout.operands.variable_length)
         old = [_rows(q, m.rank) for q, m in zip(state.server, plan.matrices, strict=True)]
         key = (terms.key or Key())._replace(rank=self._number(state))

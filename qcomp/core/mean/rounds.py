@@ -12,7 +12,7 @@ from qcomp.core.numeric.arrays import Array, concat, is_mutable, itemsize
 from qcomp.core.primitives import empty_like
 
 ROUND_BYTES = 16 << 20
-"""The fewest bytes of values in a round: to compress so many takes much longer than to start an exchange."""
+"""The fewest bytes of values in a round: compressing so many takes much longer than starting an exchange."""
 
 
 class _Place(NamedTuple):
@@ -24,7 +24,7 @@ class _Place(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round of a mean: a mean of parts of the tensors, whose layout counts each part as a tensor."""
+    """One round of a mean, itself a mean of parts of the tensors. Its layout counts each part as a tensor."""
 
     layout: Layout
     tensors: tuple[_Place, ...]
@@ -160,9 +160,9 @@ def _parts(arrays: Sequence[Array], places: Sequence[_Place]) -> tuple[Array, ..
 
 
 class _Wholes:
-    """Arrays of which each round has parts, and the buffers into which the new arrays are written.
+    """Arrays that are cut into parts for the rounds, and the buffers for the new arrays.
 
-    There are no arrays without feedback. The buffers are new by default; there are none where arrays are immutable.
+    Without feedback there are no arrays. Mutable arrays get new buffers by default; immutable arrays have no buffers.
     """
 
     def __init__(self, arrays: Sequence[Array], buffers: Sequence[Array] | None = None) -> None:
@@ -187,7 +187,7 @@ class _Wholes:
         return room
 
     def joined(self, results: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
-        """Return the new arrays: the buffers if the rounds wrote all their parts there, else copies."""
+        """Return the new arrays: each is its buffer if the rounds wrote all its parts there, else the parts joined."""
         found: list[list[tuple[int, Array, bool]]] = [[] for _ in self._arrays]
         for (places, room), values in zip(
             self._rounds, results, strict=False

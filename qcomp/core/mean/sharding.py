@@ -15,13 +15,14 @@ class Sharding:
     """Tensors that are cut into shards, with one rank for each shard, perhaps in several replicas.
 
     A tensor is cut along one of its axes. With S shards, n slices along this axis become shards of ceil(n / S) slices;
-    the last shards are shorter or empty. ``torch.chunk`` and ``Shard`` of torch cut in the same places. Seen as a
-    matrix, whose rows are the axes before the cut axis, and whose columns are the cut axis and the later axes, a tensor
-    has shards that consist of columns. Elements are counted in the order of the shards: first those of the first shard.
+    the last shards are shorter or empty. ``torch.chunk`` and ``Shard`` of torch cut in the same places. Take a tensor
+    as a matrix whose rows are the axes before the cut axis, and whose columns are the cut axis and the later axes. Then
+    each shard consists of whole columns. Elements are counted in the order of the shards: first all elements of the
+    first shard.
 
     ``shapes`` are the shapes of whole tensors, and for each replica ``ranks`` has the rank that holds each shard.
-    Unless ``averaged`` is False, the ranks with the same shard are given the same values, averaged over the replicas
-    already. ``axes`` has the axis along which each tensor is cut; it is empty if that is the first for all.
+    Unless ``averaged`` is False, the ranks with the same shard have equal values, which are already averaged over the
+    replicas. ``axes`` has the axis along which each tensor is cut; it is empty if all are cut along their first axis.
 
     Examples
     --------

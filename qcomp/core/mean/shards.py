@@ -44,9 +44,9 @@ class Shards:
     ) -> Stages[tuple[Array, Array | None]]:
         """Average over the ranks, and keep this rank's shards.
 
-        The values have shape (world * size,), and so has the residual: from the last call, at first zeros, or None
-        without feedback. It is not written to. The rank of the key is filled in. Raises NonFiniteError on every rank,
-        if a value on any rank is not finite.
+        The values and the residual have shape (world * size,). The residual is zero at first, then what the last call
+        returned, or always None without feedback; it is not written to. The rank of the key is filled in. Raises
+        NonFiniteError on every rank, if a value on any rank is not finite.
 
         With b bytes in the payload of all shards, each of N ranks sends (N - 1) / N * b bytes. Sum identity: the means
         of T steps add up to the sum of the exact means minus mean_i e_i, the residuals after the last step.

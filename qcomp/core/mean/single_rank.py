@@ -20,8 +20,8 @@ def alone(
     """Return the result of an exchange on one rank: the values, with zeros for too small values; see `exact_bounds`.
 
     The result is in new arrays. With ``shares`` it may be the values themselves where nothing changes, and with
-    ``donate`` it may overwrite them. Raises NonFiniteError, which says ``what`` refuses, if a value is not finite, or
-    too large to compress.
+    ``donate`` it may overwrite them. Raises NonFiniteError if a value is not finite, or too large to compress; ``what``
+    names the compressor in error texts.
     """
     # One joined vector is faster than many small ones and, without kernels, than many of any size.
     sizes = [x.shape[0] for x in values]

@@ -40,15 +40,16 @@ class StartNumber(int):
 
 
 class Owner(NamedTuple):
-    """What makes an exchange, such as a step of an optimizer; communicators refuse to exchange for different owners.
+    """The computation to which an exchange belongs, such as a step of an optimizer; not the owner of a tensor.
 
-    Otherwise two ranks that step two optimizers in different orders would average gradients of different models.
+    Communicators refuse an exchange for which the ranks have different owners. Otherwise two ranks that step two
+    optimizers in different orders would average gradients of different models.
     """
 
     kind: str
     """The kind of owner, such as "OneBitAdam"."""
     number: int
-    """Number of the owner among those that were started over the same communicator; 0 if it is not known."""
+    """Number of the owner among all optimizers and means that started over its communicator; 0 if unknown."""
     names: tuple[str, ...]
     """The names of the owner's parameters."""
     stream: int
@@ -206,7 +207,7 @@ def drive(stages: "Stages[Result]", comm: Transport) -> Result:
 
 
 def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
-    """Make an exchange over a communicator, whose ranks compare its owner, and return what arrives."""
+    """Make an exchange over a communicator, compare its owner between the ranks, and return what arrives."""
     if request.later and hasattr(comm, "start"):
         return begun(request, comm)
     arrived: Sequence[Array]
@@ -224,7 +225,7 @@ def answer(request: Exchange, comm: Transport) -> Sequence[Array]:
 
 
 def begun(request: Exchange, comm: Any) -> Arriving:
-    """Start an exchange over a communicator that has ``start`` and whose ranks compare its owner."""
+    """Start an exchange over a communicator that has ``start``, and compare its owner between the ranks."""
     if request.owner is None or getattr(comm, "compares_owners", False):
         return Arriving(comm.start(request))
     return Arriving(_Compared(comm.start(_with_digests(request)), request, comm.rank))
@@ -282,7 +283,7 @@ def other_owners(texts: "Mapping[int, str]", own: Owner | None, how: str = "at t
 
 
 def as_mismatch(error: CommunicatorError) -> CommunicatorError:
-    """Convert an error about different owners, perhaps from other ranks, to a MismatchError; return others as is."""
+    """Convert an error about different owners, perhaps from other ranks, to a MismatchError; keep any other error."""
     text = str(error)
     return MismatchError(text) if _DIFFERENT in text and not isinstance(error, MismatchError) else error
 
@@ -302,9 +303,9 @@ def through(
 
 
 def owned(stages: "Stages[Result]", owner: Owner) -> "Stages[Result]":
-    """Run a computation in stages, and give each of its exchanges an owner, unless it has one.
+    """Run a computation in stages, and give an owner to each of its exchanges that has none.
 
-    `through` could do the same, but would make another generator for each exchange of every step.
+    `through` could do the same, but would make one more generator for each exchange of every step.
     """
     arrived: Sequence[Array] | None = None
     while True:
@@ -338,8 +339,8 @@ def place_in(comm: Transport) -> dict[str, Any]:
 def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
     """Run several computations in turns, so that the exchanges of one continue while the others compute.
 
-    One after the other, each computation runs up to its next exchange. Then each continues with the buffers that have
-    arrived for it, and so on. So all ranks start all exchanges in the same order, however long these take. The
+    In each turn, every computation in order runs up to its next exchange. In the next turn, it continues with the
+    buffers that have arrived for it. So all ranks start all exchanges in the same order, however long these take. The
     computations may differ in the kinds and numbers of their exchanges, but must be the same on all ranks. If one
     raises, the others are abandoned.
 
@@ -373,7 +374,7 @@ def pipeline(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]"
 
 
 def fuse(computations: "Sequence[Stages[Result]]") -> "Stages[list[Result]]":
-    """Run several computations side by side, with one message per peer and stage for all of them.
+    """Run several computations together: the messages that they send to a peer at the same time are joined into one.
 
     The computations may differ in the kinds and numbers of their exchanges, but must be the same on all ranks.
     """

@@ -29,7 +29,7 @@ class MeanState(NamedTuple):
     topology: str = AUTO
     """The topology to which the residuals belong; never "auto" after `CompressedMean.init`."""
     number: int = 0
-    """The number of this mean among those that started over the same communicator."""
+    """The number of this mean among all means and optimizers that started over the same communicator."""
 
 
 def require_tensors(state: MeanState, tensors: Sequence[Array], topology: str) -> None:

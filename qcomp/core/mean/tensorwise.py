@@ -15,7 +15,7 @@ from qcomp.core.numeric.arrays import Array
 class SeparableMean(CompressedMean, ABC):
     """A mean whose tensors can be exchanged in any groups, with the same bits as in one exchange of all.
 
-    A tensor's place is what its exchange depends on besides the tensor itself, such as its number in random draws.
+    A tensor's place holds all that its exchange depends on besides the tensor, such as its number in random draws.
     """
 
     @abstractmethod
@@ -64,8 +64,8 @@ class TensorwiseMean(SeparableMean):
     Notes
     -----
     The compression of a bucket does not depend on its chunk. So the means equal the means of a `CompressedMean` of all
-    tensors bit for bit, with two exceptions: another rank may serve a bucket, with other draws, and a ring adds in
-    another order.
+    tensors bit for bit, with two exceptions. A bucket may have a different server, whose draws differ. A ring may add
+    the values of the ranks in a different order.
 
     Examples
     --------

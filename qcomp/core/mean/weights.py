@@ -51,7 +51,7 @@ def weighted(values: Any, weight: float, comm: Transport) -> Any:
     ValueError
         On every rank, if the weight of any rank is not a finite number >= 0, or all are 0.
     MismatchError
-        On every rank, if some ranks make another call instead, such as a step without a weight.
+        On every rank, if some ranks make a different call, such as a step without a weight.
 
     Notes
     -----

@@ -121,7 +121,7 @@ def array_namespace(*arrays: Array) -> Namespace:
 def device(x: Array) -> Any:
     """Return the device of an array, None while a compiler traces.
 
-    A tracer of JAX has no device, and looks through its whole program to explain that this attribute is missing.
+    A tracer of JAX has no device, and asking it for one is slow: it searches its whole program to explain the error.
     """
     kind: object = type(x)
     if _library(kind) in ("numpy", "torch"):
@@ -162,7 +162,7 @@ def as_list(x: Array | Sequence[Array]) -> list[Array]:
 
 
 def require_apart(values: Any, argument: str) -> None:
-    """Raise ValueError if arrays of a list share memory, since a write to one would change another."""
+    """Raise ValueError if arrays of a list share memory, since a write to one array would change the other."""
     if isinstance(values, list | tuple) and is_mutable(values[0]) and (pair := sharing(values)):
         raise ValueError(
             f"{argument}[{pair[0]}] and {argument}[{pair[1]}] share memory that may be written to; expected separate "
@@ -173,8 +173,8 @@ def require_apart(values: Any, argument: str) -> None:
 def sharing(arrays: Sequence[Array]) -> tuple[int, int] | None:
     """Return the numbers of two arrays that share memory, or None.
 
-    The gaps between elements of an array may be the memory of another array, so of an array with gaps only the first
-    byte counts.
+    The gaps between the elements of an array may belong to a different array. So only the first byte counts of an array
+    with gaps.
     """
     spans = sorted((*_span(x), number) for number, x in enumerate(arrays) if 0 not in x.shape)
     for (_, stop, one), (start, _, other) in pairwise(spans):
@@ -468,7 +468,7 @@ def _compiles_for_host(x: Any) -> bool:
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """Return the product of matrices, computed with all bits of float32, of which JAX drops some on GPUs and TPUs."""
+    """Return the product of matrices, with all bits of float32; on GPUs and TPUs, JAX drops some by default."""
     xp = array_namespace(a)
     return xp.matmul(a, b, precision="highest") if xp.__name__ == "jax.numpy" else xp.matmul(a, b)
 
@@ -499,9 +499,8 @@ def as_count(number: Any) -> Any:
 def loop(turns: int, turn: Callable[[Any, Any], Any], values: tuple[Array, ...]) -> tuple[Array, ...]:
     """Return the values after ``turn(number, values)`` for each number below ``turns``, for traced arrays.
 
-    XLA computes cheap operations again for each use of their results. So turns that are written out one after the other
-    may take minutes to compile, and far longer to run; a loop computes each turn once. ``turn`` must keep shapes and
-    dtypes.
+    XLA computes cheap operations again for each use of their results. So turns that are written out in a row may take
+    minutes to compile, and far longer to run; a loop computes each turn once. ``turn`` must keep shapes and dtypes.
     """
     lax = sys.modules["jax"].lax
     # Five turns in a row, since a GPU writes the values to memory between two iterations.

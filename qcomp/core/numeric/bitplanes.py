@@ -2,8 +2,8 @@
 
 In a bucket of B elements, W = B/8, bit p of byte j belongs to element p*W + j. Codes of b = 1, 2, 4 or 8 bits are
 packed as code planes: code q of byte j belongs to element q*(B*b/8) + j. Codes of other widths, up to 16, are packed as
-b one-bit planes; plane q holds bit q of all codes. No bit ever crosses a lane: a SIMD lane, a GPU thread and the shifts
-and sums below all make the same bytes.
+b one-bit planes; plane q holds bit q of all codes. Byte j of a plane holds only elements whose index modulo the plane's
+number of bytes is j. So SIMD lanes, GPU threads, and the shifts and sums below can all make the same bytes.
 """
 
 from qcomp.core.numeric.arrays import Array, array_namespace, device

@@ -82,7 +82,7 @@ def padded_size(size: int, bucket_size: int, length_of: Callable[[int], int] = t
 
 @lru_cache(1024)  # every pure call needs them
 def blocks(size: int, bucket_size: int, length_of: Callable[[int], int] = tail_length) -> tuple[Block, ...]:
-    """Return the full buckets, if any, as one block, then the tail, if there is one, as another.
+    """Return the full buckets, if there are any, as one block, then the tail, if there is one, as a second block.
 
     ``length_of`` gives the length of a bucket from its element count.
     """

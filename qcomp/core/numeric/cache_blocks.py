@@ -18,7 +18,7 @@ def in_blocks(
     `in_blocks` calls it on some rows at a time, so that only results are written to the memory.
 
     The function takes arrays of one shape, library and device, and returns several of that shape. ``outs`` has a buffer
-    for each result, which may be one of the arrays. The results are written to them, unless a buffer is None or
+    for each result, which may be one of the arrays. The results are written to the buffers, unless a buffer is None or
     immutable, or the arrays are small or not on a CPU.
     """
     shape = arrays[0].shape

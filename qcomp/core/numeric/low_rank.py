@@ -1,4 +1,4 @@
-"""Factors of low-rank matrices: how they start and become orthonormal, and products with the same bits everywhere."""
+"""Computes with the factors of low-rank matrices, with the same bits in every library and on every device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def first_factor(count: int, length: int, like: Array) -> Array:
 def next_factor(new: Array, old: Array) -> Array:
     """Return each row divided by a power of two, so that its largest magnitude is from 1 to 2; for zeros, the old row.
 
-    The division is exact, so that all ranks hold the same. A row of zeros would stay zero in all later steps.
+    The division is exact, so all ranks hold the same factor. A row of zeros would stay zero in all later steps.
     """
     xp = array_namespace(new)
     largest = xp.max(xp.abs(new), axis=-1, keepdims=True)
@@ -74,9 +74,9 @@ def orthonormal(rows: Array) -> Array:
 
     The result has the same bits in every library, since each product loses its last bit before it is added.
 
-    Gram-Schmidt, with two projections of every row: they make the rows orthogonal to working precision, however close
-    to dependent the rows were. A row that is nothing but rounding errors may become any direction orthogonal to the
-    others, or zero.
+    The method is Gram-Schmidt with two projections of every row. They make the rows orthogonal to working precision,
+    even if the rows were nearly dependent. A row that is nothing but rounding errors may become any direction
+    orthogonal to the others, or zero.
     """
     xp = array_namespace(rows)
     largest = xp.max(xp.abs(rows), axis=-1, keepdims=True)

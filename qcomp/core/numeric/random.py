@@ -55,8 +55,9 @@ class Key(_KeyParts):
     rank : int
         The rank that draws, 0 to 2**32 - 1; `SHARED_RANK` for draws that all ranks share.
     hop : int
-        0 for a worker, 1 for a server, 2 and up for the sums forwarded around a ring, up to 2**32 - 1. A server that
-        rounded with the draws of its own worker would be biased.
+        Which compression on the way draws: 0 for a worker's, 1 for a server's. A ring uses 2 and up for its sums;
+        PowerSGD uses 2 and 3 for the right factors. The largest is 2**32 - 1. If a server rounded with the draws of its
+        own worker, the result would be biased.
     bucket : int
         Index of the vector's first bucket among all buckets that the key covers, 0 to 2**32 - 1.
 
@@ -102,7 +103,7 @@ class Key(_KeyParts):
         return key
 
     def at(self, *, hop: int | None = None, bucket: int | None = None) -> "Key":
-        """Return the key of another hop or bucket.
+        """Return this key with a new hop or first bucket.
 
         Parameters
         ----------
@@ -271,7 +272,8 @@ def draws16(key: Key, block: Block, *, bucket_size: int, like: Array) -> Array:
 
     A Philox block has four words, and so eight draws. Let W be the length of a bucket divided by 8. Then draw d of
     block ``bucket * bucket_size / 8 + j`` belongs to element d*W + j. Draws 2i and 2i + 1 are the low and the high half
-    of word i. So one lane owns one block, eight strided elements and one byte of every bit plane.
+    of word i. So a SIMD lane or GPU thread can compute one block: its eight elements are W apart, and give one byte of
+    every bit plane.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Whiteners: factors that make the singular values of a matrix about equal before it is rounded."""
+"""Whiteners: before rounding, a matrix is multiplied by its whitener, which makes its singular values about equal."""
 
 import math
 
@@ -15,10 +15,10 @@ from qcomp.core.numeric.arrays import (
 )
 
 NEW = 0.4
-"""The weight of the newest matrix in the average of which a whitener is the inverse root."""
+"""A whitener is the inverse root of an average over steps; this is the weight of the newest matrix in it."""
 LEAST = 0.02
-"""The least singular value that counts, relative to the root mean square of all. With smaller singular values, a
-whitener would not survive rounding."""
+"""Smaller singular values count as this fraction of the root mean square of all singular values. Otherwise, rounding
+would spoil a whitener."""
 
 
 def whitener(x: Array, before: Array) -> Array:
@@ -34,9 +34,9 @@ def whitener(x: Array, before: Array) -> Array:
     Returns
     -------
     array of the dtype of x, shape (n, n)
-        Symmetric: the inverse root of C = 0.6 C0 + 0.4 y y^T / |y|^2, where y is x with the shorter side as its rows,
-        and C0 is the C of ``before``, scaled to trace 1. Eigenvalues of C below .0004 times their mean count as that
-        much.
+        Symmetric: the inverse root of C / c, where C = 0.6 C0 + 0.4 y y^T / |y|^2, and c is the mean eigenvalue of C.
+        Here y is x with the shorter side as its rows, and C0 is the C of ``before``, scaled to trace 1. Eigenvalues of
+        C below .0004 c count as .0004 c.
     """
     xp = array_namespace(x)
     y = x if x.shape[0] <= x.shape[1] else xp.matrix_transpose(x)
@@ -90,9 +90,10 @@ def _product(by: Array, x: Array, shape: tuple[int, int]) -> Array:
 
 
 def half_of(symmetric: Array) -> Array:
-    """Return the lower triangle of an n x n matrix as a rectangle of n / 2 x (n + 1), with one more row if n is odd.
+    """Return the lower triangle of an n x n matrix as a rectangle of n / 2 rows and n + 1 columns.
 
-    Row j has row n / 2 + j of the triangle, followed by row n / 2 - 1 - j in reverse.
+    Row j has row n / 2 + j of the triangle, followed by row n / 2 - 1 - j in reverse. If n is odd, a row and a column
+    of zeros are added first.
     """
     xp = array_namespace(symmetric)
     rows = symmetric.shape[0]

@@ -27,10 +27,11 @@ class Adam(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so it has no effect here.
+        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so only stochastic rounding uses the seed.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -81,12 +82,12 @@ class Adam(Optimizer):
 
     @classmethod
     def within(cls, optimizer: Optimizer) -> Self:
-        """Return an optimizer of this class that makes the exact steps of another, with the same settings.
+        """Return an optimizer of this class with another optimizer's settings, to make that optimizer's exact steps.
 
         Parameters
         ----------
         optimizer : Optimizer
-            An optimizer that has all settings of this class, and perhaps others.
+            An optimizer that has at least the settings of this class.
         """
         return cls(**{f.name: getattr(optimizer, f.name) for f in fields(cls)})
 
@@ -163,7 +164,8 @@ class Adam(Optimizer):
         state : OptimizerState
             The state of the last step.
         of_momenta : bool
-            Whether the values are momenta. Gradients, and so weight decay, have the weight 1 - b1 in a momentum.
+            Whether the values are momenta. A gradient enters a momentum with the weight 1 - b1, and so does weight
+            decay.
         """
         if self.decoupled_weight_decay:
             return tuple(values)

@@ -1,4 +1,4 @@
-"""Checks that the ranks of an optimizer agree before its first step, and that their gradients differ in that step."""
+"""Checks that all ranks have equal settings, parameters and states, but different gradients in the first step."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ GIVE_OWN_DATA = (
 """The advice to ranks that train on the same data."""
 
 _BYTES = 4
-"""The size of a fingerprint: one in four billion runs with different data gets a false warning."""
+"""The bytes of a fingerprint. Of runs with different data, one in four billion gets a false warning."""
 _NOTHING = bytes(_BYTES)
 _STATE_BYTES = 8
 _SAMPLE = 4096
@@ -43,7 +43,7 @@ _SAMPLE = 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """An address in a text, which differs between the processes of ranks."""
 UNTOLD = {"rounding": "nearest"}
-"""Settings that older releases lack, each with the value that describes them; only other values are recorded."""
+"""Settings that older releases lack, each with the value that describes these releases and is not recorded."""
 _EXACT_STAGES = {"warmup", "rewarm"}
 """The stages with exact steps. When such a stage begins or ends, the ranks compare their states."""
 
@@ -68,7 +68,7 @@ def digests(names: Sequence[str], params: Sequence[Array]) -> list[tuple[str, st
 
 
 def explain_values(held: Sequence[Any]) -> str | None:
-    """Say which parameter is the first to differ between the ranks, from each rank's `digests`."""
+    """Return a text about the first parameter that differs between the ranks, given each rank's `digests`."""
     if len({len(of_rank) for of_rank in held}) > 1:
         return None  # the ranks have different numbers of parameters, which another message reports
     for of_ranks in zip(*held, strict=True):
@@ -101,11 +101,11 @@ def difference_in_values(
 def compare_states(replica: Described, state: OptimizerState, like: Array, when: str) -> Stages[None]:
     """Raise MismatchError on every rank unless all have the same step, stage, moments, variances and counters.
 
-    Residuals, and whatever else belongs to one rank, are not compared. The error says ``when`` they are compared, such
-    as "after step 5".
+    Residuals, and all other arrays that belong to one rank, are not compared. The error names ``when`` the states are
+    compared, such as "after step 5".
 
-    Reads all these arrays on the host. Sends 8 bytes to every other rank and, if those bytes differ, a digest of each
-    array.
+    Reads all compared arrays on the host. Sends 8 bytes to every other rank and, if those bytes differ, a digest of
+    each array.
     """
     if state.size == 1:
         return
@@ -156,7 +156,7 @@ def compare_gradients(
 ) -> Stages[None]:
     """Warn on every rank if all ranks have the same gradients. Each rank sends 4 bytes to every other rank.
 
-    A gradient is None for a parameter without one. The warning names ``who`` averages, and ``what`` it compares.
+    For a parameter without a gradient, the entry is None. The warning names ``who`` averages, and ``what`` it compares.
     """
     if (yield from same_gradients(gradients, size, like)):
         warn_caller(
@@ -200,7 +200,7 @@ def _fingerprint(gradients: Sequence[Array | None]) -> bytes:
 
 
 def _describe(value: object) -> str:
-    """Describe a setting in words that are equal on ranks with equal settings."""
+    """Return a text that describes a setting; ranks with equal settings get equal texts."""
     if isinstance(value, Compressor):
         return value.spec
     if hasattr(value, "__qualname__"):  # a function; its repr has an address

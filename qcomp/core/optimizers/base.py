@@ -37,12 +37,13 @@ class Optimizer(Replica[OptimizerState]):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -62,7 +63,7 @@ class Optimizer(Replica[OptimizerState]):
     compares_gradients = True
     """Whether a first step warns if all ranks have the same gradients."""
     two_gradients = ""
-    """Why a step takes two gradients, in the words of an error; empty if it takes one."""
+    """The part of an error that says why a step takes two gradients; empty if a step takes one."""
     mixes_elements = False
     """Whether an element's update depends on other elements' gradients, except where whole slices are 0."""
 
@@ -132,7 +133,7 @@ class Optimizer(Replica[OptimizerState]):
         """
 
     def counts(self, state: OptimizerState) -> Mapping[str, float]:
-        """Return, by name, the common values of the counts that each tensor also has for itself; see `own_counts`.
+        """Return, by name, the common counts from which each tensor's own counts are computed; see `own_counts`.
 
         Parameters
         ----------
@@ -142,7 +143,7 @@ class Optimizer(Replica[OptimizerState]):
         return {"steps": state.step}
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:  # noqa: ARG002
-        """Return the state with which the next step begins, perhaps in another stage; called after each `apply`.
+        """Return the state with which the next step begins, perhaps in a new stage; called after each `apply`.
 
         Parameters
         ----------
@@ -186,7 +187,7 @@ class Optimizer(Replica[OptimizerState]):
 
     def _apply_rounded(self, params: Any, means: Means, state: OptimizerState) -> tuple[Any, OptimizerState]:
         """Return the result of `apply` on `widened` parameters, with the new parameters `rounded`."""
-        from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round so
+        from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round stochastically
 
         tensors = as_tensors(params, "params")
         wide, new_state = self.apply(widened(tensors), means, state)
@@ -313,7 +314,7 @@ class Optimizer(Replica[OptimizerState]):
         return as_given(new_params, params), new_state
 
     def may_move_zeros(self, state: OptimizerState) -> bool:
-        """Return whether the next step is the first of all, is compressed, and may move elements without a gradient.
+        """Return whether the next step is the very first, is compressed, and may move elements without a gradient.
 
         After a warm-up no check is needed, since elements whose variance was 0 are masked.
 
@@ -351,7 +352,7 @@ class Optimizer(Replica[OptimizerState]):
                 )
 
     def moments_like_params(self, state: OptimizerState) -> tuple[Array, ...]:
-        """Return one array of the state for each parameter, in its shape, or no arrays if the optimizer keeps none.
+        """Return one array of the state per parameter, in the parameter's shape, or an empty tuple.
 
         Parameters
         ----------

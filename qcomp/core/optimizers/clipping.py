@@ -15,8 +15,8 @@ def clip_scale(
 ) -> Stages[float]:
     """Return the factor, equal on all ranks, that brings sqrt(mean_i |g_i|^2) over ``size`` ranks down to a norm.
 
-    With ``replicas``, each rank holds a shard of one of so many replicas' gradients, and the mean is over replicas.
-    Raises NonFiniteError on every rank, if the norm of any rank's gradients is not finite.
+    With ``replicas``, the number of replicas, each rank holds a shard of one replica's gradients, and the mean is over
+    the replicas. Raises NonFiniteError on every rank, if the norm of any rank's gradients is not finite.
     """
     xp = array_namespace(grads[0])
     square = math.fsum(sum_of_squares(to_compute_dtype(g)) for g in grads)

@@ -1,4 +1,4 @@
-"""`Average`, what a step averages, and `Compressing`, which makes it: exact and compressed tensors share messages."""
+"""`Average`, the means that a step requests, and `Compressing`, which says what these compress, and how."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -30,7 +30,8 @@ class AveragePart(NamedTuple):
 
     mean: CompressedMean
     tensors: Sequence[int]
-    """The tensors' indices among the parameters. Larger indices belong to other values that are averaged too."""
+    """The tensors' indices among the parameters. Indices beyond the parameters belong to further values that are
+    averaged."""
     values: Sequence[Array]
     """The values to average, perhaps blended into momenta first. Without blends, the exchange may overwrite the values,
     unless `Average.own` is set."""
@@ -43,7 +44,8 @@ class Means(NamedTuple):
     """The answer to an `Average`."""
 
     values: tuple[Array, ...]
-    """The means, equal on all ranks: of each tensor in the order of the parameters, then of any other values."""
+    """The means, equal on all ranks: first of the tensors, in the order of the parameters, then of any further
+    values."""
     exchange: MeanState
     """The residuals after the exchange."""
     own: tuple[Array, ...] = ()
@@ -73,7 +75,7 @@ class Average(NamedTuple):
     def stages(self) -> Stages[Means]:
         """Average all parts side by side; see `CompressedMean.stages`.
 
-        Sends one message per peer and phase; large parts send one per round, see `qcomp.core.mean.rounds`.
+        Sends each peer one message in each phase. Large parts send one in each round, see `qcomp.core.mean.rounds`.
         """
         if not self.parts:
             return Means(self.own, self.exchange, self.own)
@@ -107,10 +109,10 @@ def _side_by_side(rounds: Sequence[Sequence[Stages[Averaged]]]) -> Stages[list[l
 class Compressing:
     """What an optimizer compresses, and how; makes the `Average` of a step.
 
-    ``mean`` averages the compressed tensors if all use the optimizer's compressor, ``plain`` the exact ones. The policy
-    ``exact`` selects the tensors that stay exact; None compresses all. The policy ``compressors`` returns a compressor
-    for each tensor, or None for one that stays exact; without it all use the compressor of ``mean``. All are
-    ``unbiased``, if that is set.
+    ``mean`` averages the compressed tensors, and ``plain`` the exact tensors. The policy ``exact`` selects the tensors
+    that stay exact; None compresses all. The policy ``compressors`` returns a compressor for each tensor, or None for a
+    tensor that stays exact; without this policy, all tensors use the compressor of ``mean``. If ``unbiased`` is set,
+    all compressors must be unbiased.
     """
 
     mean: CompressedMean
@@ -136,7 +138,7 @@ class Compressing:
         return mean.around(state.compressors) if state.compressors else mean
 
     def choose(self, state: OptimizerState, params: Sequence[Array], optimizer: str) -> OptimizerState:
-        """Return a first state with the policies' exact tensors and compressors; warn if nothing is compressed."""
+        """Return a first state with the policies' choice of exact tensors and compressors; warn if all are exact."""
         tensors = [
             Tensor(name, tuple(p.shape), math.prod(p.shape))
             for name, p in zip(state.names, params, strict=True)
@@ -246,13 +248,13 @@ class Compressing:
         state: OptimizerState,
         blends: Sequence[Blend] = (),
     ) -> AveragePart:
-        """Return a part that averages tensors exactly, after a warm-up in the topology of the compressed mean."""
+        """Return a part that averages tensors exactly; after the warm-up, in the compressed mean's topology."""
         nothing = MeanState(state.rank, state.size, (), (), nodes=state.exchange.nodes)
         topology = self.plain.topology if state.stage == "warmup" else self.mean_of(state).topology
         return AveragePart(self.plain.within(topology), tensors, values, nothing, Terms(blends=blends))
 
     def _require_suitable(self, compressors: Sequence[Compressor]) -> None:
-        """Raise ValueError if steps must be unbiased and a compressor is not."""
+        """Raise ValueError if compressors must be unbiased, and one is not."""
         for compressor in compressors:
             if self.unbiased and not compressor.traits.unbiased:
                 raise ValueError(f"compressor is {compressor.spec}; expected an unbiased one")
@@ -260,7 +262,7 @@ class Compressing:
 
 @lru_cache(256)
 def _numbers_of(exact: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of the tensors that are exact, and of the others."""
+    """Return the numbers of the exact tensors, and the numbers of the compressed tensors."""
     numbers = range(len(exact))
     return tuple(i for i in numbers if exact[i]), tuple(i for i in numbers if not exact[i])
 

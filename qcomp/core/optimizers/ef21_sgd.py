@@ -1,4 +1,4 @@
-"""`EF21SGD`: SGD with gradients that EF21 tracks, and with a moving average of gradients on every rank."""
+"""`EF21SGD`: SGD on a mean gradient that EF21 tracks: each rank sends compressed changes of its gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _SMOOTHED = "smoothed"
 
 @dataclass(frozen=True, kw_only=True)
 class EF21SGD(Optimizer):
-    """SGD with `EF21Mean`: no error floor if the ranks' data differ. For noisy gradients, set ``eta`` below 1.
+    """SGD with `EF21Mean`, which has no error floor if the ranks' data differ. Set ``eta`` below 1 for noisy gradients.
 
     Parameters
     ----------
@@ -31,12 +31,13 @@ class EF21SGD(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0; weight_decay * x is added to the common estimate of the gradient.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -55,17 +56,17 @@ class EF21SGD(Optimizer):
         exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
         ``compressor`` for all.
     eta : float, default 1
-        A rank sends the changes of a moving average of its gradients, in which a new gradient has the weight ``eta``,
-        above 0 and at most 1. 1 is EF21 itself, for full gradients.
+        Weight of a new gradient in the moving average of a rank's gradients, above 0 and at most 1. A rank sends the
+        changes of this average. 1 is EF21 itself, for full gradients.
 
     Notes
     -----
-    v_i' = (1 - eta) v_i + eta grad_i, in the first step grad_i; g = the estimate of mean_i v_i by `EF21Mean`; x' = x -
-    rate (g + weight_decay x). EF21 with full gradients converges for rate <= 1 / (L + L' r), with r = sqrt(1 - delta) /
-    (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i. This bound is small for strong
+    v_i' = (1 - eta) v_i + eta grad_i (in the first step v_i' = grad_i); g = the estimate of mean_i v_i by `EF21Mean`;
+    x' = x - rate (g + weight_decay x). EF21 with full gradients converges for rate <= 1 / (L + L' r), with r = sqrt(1 -
+    delta) / (1 - sqrt(1 - delta)) and L' the root of the mean square of the ranks' L_i. This bound is small for strong
     compression. With noisy gradients of small batches and eta = 1, EF21 may not converge. A rank sends (N - 1) times
     the payload, and 2 (N - 1) / N * 32 bits per exact element. A state holds the estimates in ``exchange`` and v_i as
-    ``arrays["smoothed"]``. With another number of ranks, every rank resumes with the means of the old estimates and
+    ``arrays["smoothed"]``. On a different number of ranks, every rank resumes with the means of the old estimates and
     averages. Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, algorithm 2; Fatkhullin, Tyurin and Richtarik,
     NeurIPS 2023, algorithm 1 (EF21-SGDM).
 

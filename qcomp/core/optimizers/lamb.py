@@ -1,4 +1,4 @@
-"""`Lamb`: LAMB on the exact mean gradient, the baseline for 1-bit LAMB, and its warm-up."""
+"""`Lamb`: LAMB on the exact mean gradient: the baseline for 1-bit LAMB, and the warm-up of 1-bit LAMB."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,10 +37,11 @@ class Lamb(Adam):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so it has no effect here.
+        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so only stochastic rounding uses the seed.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.

@@ -1,4 +1,4 @@
-"""What 0/1 Adam adds up for each tensor between two synchronisations, in which tensors may have other settings."""
+"""The numbers that 0/1 Adam keeps for each tensor between two synchronisations, as groups may change settings."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Sums(NamedTuple):
-    """A tensor's own sums since the last synchronisation; tensors differ, as groups may change settings meanwhile."""
+    """A tensor's own sums since the last synchronisation; they differ between tensors if groups have own settings."""
 
     factor: float
     """The learning rate factor by which "pending" is to be multiplied."""
@@ -20,7 +20,7 @@ class Sums(NamedTuple):
     """The sum of learning rate times weight decay."""
 
     def step_numbers(self, rates: float, weights: float, eps: float) -> StepNumbers:
-        """Return the numbers that multiply the mean momentum by factor and weight, and the parameters by the decay."""
+        """Return the `StepNumbers` with which a synchronisation applies this factor, this weight and this decay."""
         rate = rates * self.factor * (self.weight / weights)
         return StepNumbers(rate, rates / weights, eps, self.decay / rate if rate else 0.0)
 

@@ -27,9 +27,9 @@ def samples(params: Sequence[Array], *, stochastic: bool = False) -> dict[int, A
 def warn_of_lost_steps(
     before: Mapping[int, Array], params: Sequence[Array], means: Sequence[Array], state: OptimizerState
 ) -> None:
-    """Warn of parameters if a step changed less than half of their elements with a nonzero mean gradient.
+    """Warn of each parameter of which a step changed less than half of the elements with a nonzero mean gradient.
 
-    ``before`` is what `samples` returned before the step; tensors whose means have other shapes are left out.
+    ``before`` is what `samples` returned before the step. A parameter is left out if its mean has a different shape.
     """
     lost = []
     for i, old in before.items():

@@ -1,4 +1,4 @@
-"""The record of which optimizer saved a state, and whether another may load it."""
+"""Records which optimizer made a state, and checks whether a given optimizer may load the state."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def maker(replica: Any) -> str:
 def require_maker(saved: Mapping[str, Any], replica: Any) -> None:
     """Raise ValueError if a saved state was made by another optimizer or compressor; warn if other settings differ.
 
-    A state of moments from elsewhere, such as AdamW's, has no record of what made it, and passes.
+    A state that was built from another library's moments, such as AdamW's, does not name its maker, and is accepted.
     """
     if MAKER not in saved:
         return

@@ -27,7 +27,7 @@ _FUSED = re.compile(
 )
 """Names of tensors that hold several matrices: queries, keys and values, gates and inputs, the gates of an LSTM."""
 _FOUND = {0: "in torch", -1: "in Flax"}
-"""For each output axis, a library whose layers have their outputs on it."""
+"""For each value of ``output_axis``, a library whose layers have their outputs on this axis."""
 
 
 class Form(NamedTuple):
@@ -74,12 +74,12 @@ class Form(NamedTuple):
         return min(rows, columns) > 1
 
     def looks_depthwise(self, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor may be the kernels of a depthwise convolution, or of any with one input channel."""
+        """Return whether a tensor may hold the kernels of a depthwise convolution, or of any with one input channel."""
         inputs = self.slice_of(shape)[1 if self.output_axis == 0 else -2]
         return inputs == 1 and max(self.kernel(shape), default=math.inf) <= _KERNEL
 
     def cuts_inputs(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the parts seem to be queries, keys and values that lie along the other axis."""
+        """Return whether the parts seem to be queries, keys and values that lie along the axis of the inputs."""
         _, rows, columns = self.sides(shape)
         thirds = isinstance(self.parts, int) and self.parts % 3 == 0
         return thirds and columns == 3 * rows and not self.kernel(shape)

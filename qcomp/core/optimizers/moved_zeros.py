@@ -29,7 +29,7 @@ _DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Looked(NamedTuple):
-    """Says by bits what is not 0: slices along the first axis, slices along the last axis, and sampled elements."""
+    """One bit each for slices along the first axis, slices along the last axis, and sampled elements: 1 if not 0."""
 
     counts: tuple[int, int, int]
     bits: int
@@ -41,7 +41,7 @@ def keeps_zeros(mean: CompressedMean) -> bool:
 
 
 def look_at(tensors: Sequence[Array], exact: Sequence[bool], *, sample: bool) -> list[Looked]:
-    """Return what is not 0 in the tensors that are compressed, with or without a sample of their elements."""
+    """Return what is not 0 in each compressed tensor: slices and, with ``sample``, some of the elements."""
     return [_look_at(x, sample=sample) for x, is_exact in zip(tensors, exact, strict=False) if not is_exact]
 
 
@@ -64,7 +64,7 @@ def _look_at(x: Array, *, sample: bool) -> Looked:
 def moved_zeros(
     gradients: Sequence[Looked], means: Sequence[Looked], state: OptimizerState, like: Array
 ) -> Stages[list[str]]:
-    """Return in words which tensors moved where the gradients of all ranks are 0; each rank sends its bits."""
+    """Return texts about tensors that moved in places where all ranks' gradients are 0; each rank sends its bits."""
     moved, total = 0, 0
     for gradient, mean in zip(gradients, means, strict=True):
         moved = moved << sum(mean.counts) | mean.bits & ~gradient.bits

@@ -1,4 +1,4 @@
-"""`Muon`: updates matrices along the singular vectors of their momenta, which the rank that owns a matrix computes."""
+"""`Muon`: replaces singular values of a momentum by values near 1; the rank that owns a matrix computes its update."""
 
 import math
 from collections import defaultdict
@@ -50,14 +50,15 @@ from qcomp.core.variance.schedules import Schedule, require_schedule
 _AT_ONCE = 1 << 20
 """Elements that are orthogonalised at a time: enough to keep a device busy, few enough for caches."""
 _JOINED = 1 << 17
-"""The same for blocks of several matrices, which must be copied: for larger ones, that takes longer than it saves."""
+"""The same, if blocks of several matrices are joined. Joining copies them; larger copies cost more time than they
+save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
     """Muon for matrices, with compressed gradients and compressed updates, and AdamW for all other tensors.
 
-    Name the embeddings and the output head in ``others``: they are matrices too, but Muon suits only weights between
+    Name the embeddings and the output head in ``others``: they are also matrices, but Muon suits only weights between
     hidden layers, and shapes do not tell the two apart.
 
     Parameters
@@ -70,12 +71,13 @@ class Muon(Optimizer):
         Decoupled weight decay coefficient, >= 0: each step subtracts rate * weight_decay * x from the parameters x,
         where rate is the tensor's learning rate without its shape factor.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressors' random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -95,8 +97,8 @@ class Muon(Optimizer):
         The matrices that AdamW moves: patterns of their names, with ``*``, ``?`` and ``[...]`` as in file names, such
         as ``("embed*", "head.*")``, each of which must match a name. Or a policy, a function that returns for every
         `Tensor` of the model whether AdamW moves it. AdamW always moves tensors with fewer than two dimensions, or with
-        one row or one column, and the kernels of depthwise convolutions. The latter have one input channel; so has the
-        first convolution of a network for grey images, which Muon moves with ``splits={name: 1}``.
+        one row or one column, and the kernels of depthwise convolutions. Depthwise kernels have one input channel. So
+        does the first convolution of a network for grey images: Muon moves it with ``splits={name: 1}``.
     stacks : sequence of str, default ()
         Patterns of the names of tensors that are stacks of matrices, such as the experts of a layer, or layers that are
         scanned: each slice along the first axis is a matrix of its own. Each pattern must match a tensor that Muon
@@ -105,10 +107,10 @@ class Muon(Optimizer):
         Patterns of the names of tensors that hold several matrices side by side, such as queries, keys and values. Each
         pattern maps to the number of equal parts along the axis of the outputs, or to the rows of each part. Each part
         is a matrix of its own. The first pattern that matches counts, and each pattern must match a tensor that Muon
-        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings that it may hold several. With its
-        whole name as the pattern, Muon moves it even if it looks like the kernels of a depthwise convolution. If a
-        model stores queries, keys and values head by head, give 3 times the number of heads: each part then holds the
-        queries, keys or values of one head.
+        orthogonalises. 1 says that a tensor is one matrix, and silences the warnings that it may hold several. If the
+        pattern is the tensor's whole name, Muon moves the tensor even if it looks like the kernels of a depthwise
+        convolution. If a model stores queries, keys and values head by head, give 3 times the number of heads: each
+        part then holds the queries, keys or values of one head.
     momentum : float, default 0.95
         Decay rate of the momentum of the matrices, from 0 to below 1.
     nesterov : bool, default True
@@ -417,7 +419,7 @@ class MatrixCompression(Compressing):
 
     @cached_property
     def _known(self) -> dict[Any, OwnedMean]:
-        """The means that `mean_of` has returned, cached because they keep their layouts."""
+        """The means that `mean_of` has returned, kept because each of them caches its layouts."""
         return {}
 
     def mean_of(self, state: OptimizerState) -> OwnedMean:
@@ -512,7 +514,7 @@ class _Rule:
         runs: Sequence[Sequence[tuple[int, int, int]]],
         columns: Sequence[int],
     ) -> list[Array]:
-        """Return flat tensors with each block orthogonalised, times its factor; blocks of one shape go together."""
+        """Return flat tensors with each block orthogonalised, times its factor; blocks of equal shapes are joined."""
         alike: dict[Shape, list[_Blocks]] = defaultdict(list)
         for tensor, of_tensor in enumerate(runs):
             for first, count, of_block in of_tensor:

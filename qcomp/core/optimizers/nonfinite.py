@@ -1,4 +1,4 @@
-"""`name_gradients`: names, by an exchange between the ranks, the gradients that made all ranks refuse a step."""
+"""`name_gradients`: after all ranks have refused a step, finds by an exchange which gradients were the cause."""
 
 import json
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def name_gradients(
 ) -> Stages[NonFiniteError]:
     """Return, on all ranks, an error that names the gradients and ranks that caused ``error``.
 
-    Sends 8 bytes and a few names to every other rank. If all gradients are finite, another value is too large, and
-    ``error`` is returned unchanged.
+    Sends 8 bytes and a few names to every other rank. If every gradient can be sent, the cause is a value other than a
+    gradient, and ``error`` is returned unchanged.
     """
-    # First the gradients that not even an exact exchange accepts: other large gradients may have been sent exactly.
+    # First look for gradients that not even an exact exchange accepts: less large ones may have been sent exactly.
     own = [_refused(grads, names, exact=exact) for exact in (True, False)]
     texts = yield from gather_texts(
         json.dumps([[bad[:_NAMED], len(bad)] for bad in own]), state.size, grads[0]

@@ -4,12 +4,13 @@
 - Stage "compressed": every rank adds its own gradient to the common momentum of the last step, and the compressed mean
   of the results is the new common momentum. Residuals start at zero. Coupled weight decay is added to the new momentum
   exactly, with a gradient's weight 1 - b1. Steps that measure the variance again average gradients exactly. So do all
-  steps for late tensors, in the same messages.
+  steps for late tensors (see `qcomp.core.variance.late`), in the same messages.
 - Stage "rewarm": Adam again, which continues from the frozen variance, and does not bias-correct it a second time.
 
-The momentum of exact tensors is averaged exactly; their variance is frozen too. Elements whose frozen variance is zero,
-because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a gradient move
-by the rest of their momentum and then by the corrections of feedback, so their total displacement stays bounded.
+The momentum of exact tensors is averaged exactly; their variance is also frozen. Elements whose frozen variance is
+zero, because they never had a gradient, keep a momentum of zero and do not move. Elements that no longer have a
+gradient move by the rest of their momentum and then by the corrections of feedback, so their total displacement stays
+bounded.
 
 See `qcomp.core.variance.policy` for what happens to the variance.
 """
@@ -54,12 +55,13 @@ class OneBitAdam(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -94,8 +96,9 @@ class OneBitAdam(Optimizer):
         unchanged variance, as published, and units that are almost never active, such as dead ReLUs, can ruin a
         training run.
     variance_steps : callable, optional
-        Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again, such as ``DoublingIntervals(4)``. None, the default, leaves the variance frozen, as published.
+        A function, such as ``DoublingIntervals(4)``, that returns whether a step, counted from 1 after the freeze,
+        averages the gradient exactly and measures the variance again. None, the default, leaves the variance frozen, as
+        published.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -184,7 +187,7 @@ class OneBitAdam(Optimizer):
         gradients = as_tensors(grads, "grads")
         values, momenta = list(gradients), list(state.momentum)
         beside: list[list[Array]] = []
-        if EXACT_STEPS in state.numbers:  # the model has late tensors, perhaps none of these
+        if EXACT_STEPS in state.numbers:  # the model has late tensors, though perhaps none among these
             late = late_tensors(state)
             values, momenta = (_with_zeros(xs, late) for xs in (values, momenta))
             own = [g if i in late else flat(g)[:0] for i, g in enumerate(gradients)]

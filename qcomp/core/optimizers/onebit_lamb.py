@@ -28,7 +28,7 @@ class FrozenChange(NamedTuple):
     step: StepNumbers
     """The numbers of the step; their rate contains the trust ratio."""
     trust: Number
-    """The trust ratio: the average of the warm-up times the factor."""
+    """The trust ratio: the average of the warm-up's trust ratios, times the factor."""
     factor: Number
     momentum: Array
     fresh: Array
@@ -46,12 +46,13 @@ class OneBitLamb(OneBitAdam):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -89,8 +90,8 @@ class OneBitLamb(OneBitAdam):
         training run.
     variance_steps : None, default None
         Must be None: the average of the trust ratios fits only the frozen variance. The compressed means show how much
-        the variance has changed since, see ``factor_bounds``. A re-warm by the ``watch`` measures the variance and the
-        average of the trust ratios again.
+        the variance has changed since the freeze, see ``factor_bounds``. A re-warm by the ``watch`` measures the
+        variance and the average of the trust ratios again.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
@@ -166,7 +167,7 @@ class OneBitLamb(OneBitAdam):
         return state if stage == "warmup" else self._frozen(state)
 
     def advance(self, state: OptimizerState, before: OptimizerState) -> OptimizerState:
-        """Return the state of `OneBitAdam`; after a freeze, the fresh variance begins as the frozen one."""
+        """Return the state of `OneBitAdam`; after a freeze, the fresh variance begins as the frozen variance."""
         new = super().advance(state, before)
         if new is state or before.stage == "warmup":
             return new
@@ -312,6 +313,6 @@ class OneBitLamb(OneBitAdam):
         return averages
 
     def _factor(self, growth: Number, last: Number) -> Number:
-        """Return the factor by which the changes of the variance lengthen the next step."""
+        """Return the factor of the next trust ratio: ``growth``, limited by `factor_bounds` and by `factor_change`."""
         bounded = clamp(growth, *self.factor_bounds)
         return clamp(bounded, last * (1 - self.factor_change), last * (1 + self.factor_change))

@@ -42,7 +42,7 @@ def with_own_counts(state: OptimizerState, counts: Sequence[int]) -> OptimizerSt
 
 
 def as_updates(state: OptimizerState) -> dict[str, float]:
-    """Return how many variance updates tensors have missed, if every step updates the variance."""
+    """Return the numbers of missed variance updates: the missed steps, if every step updates the variance."""
     steps, updates = f"{_MISSED}steps.", f"{_MISSED}updates."
     return {updates + k.removeprefix(steps): x for k, x in state.numbers.items() if k.startswith(steps)}
 
@@ -52,7 +52,7 @@ def without(
 ) -> OptimizerState:
     """Return the state after a step in which some tensors, of which no rank had a gradient, stay as they were.
 
-    Their residuals and counts stay, too. The arrays of ``old`` must not have been overwritten.
+    Their residuals and counts also stay. The arrays of ``old`` must not have been overwritten.
     """
 
     def kept(before: Sequence[Array], after: Sequence[Array]) -> tuple[Array, ...]:
@@ -101,7 +101,7 @@ def without(
 
 
 def with_numbers_of(saved: Mapping[str, Any], state: OptimizerState) -> OptimizerState:
-    """Return a state plus the keys, with values of 1, of the saved numbers that only some tensors have."""
+    """Return a state with a 1 under each key of ``saved`` whose number only some tensors have."""
     keys = [EXACT_STEPS, *(f"{kind}.{name}" for kind in _OF_SOME for name in state.names)]
     return state._replace(numbers={**state.numbers, **{key: 1.0 for key in keys if NUMBER + key in saved}})
 

@@ -20,12 +20,13 @@ class QAdam(OneBitAdam):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -65,21 +66,21 @@ class QAdam(OneBitAdam):
         unchanged variance, as published, and units that are almost never active, such as dead ReLUs, can ruin a
         training run.
     variance_steps : callable or None, default DoublingIntervals(4)
-        Returns whether a step, counted from 1 after the freeze, averages the gradient exactly and measures the variance
-        again: with the default about 4 log2(T / 4 + 1) of T steps. None leaves it frozen, as published, but then steps
-        stay too short while gradients shrink.
+        A function that returns whether a step, counted from 1 after the freeze, averages the gradient exactly and
+        measures the variance again. The default selects about 4 log2(T / 4 + 1) of T steps. None leaves the variance
+        frozen, as published, but then steps stay too short while gradients shrink.
     watch : VarianceWatch or None, default VarianceWatch()
         Checks in the compressed stage whether the frozen variance still fits the gradients, and warns if not. None
         disables the check.
 
     Notes
     -----
-    QAdam is `OneBitAdam` with another compressor. In the compressed stage a rank sends 2 (N - 1) / N times 8 bits per
-    parameter and 64 bits per bucket. In the topology "hierarchical", N is the number of nodes, and the ranks of a node
-    together send this amount to the other nodes. Inside the node they send 32 bits per parameter; see `CompressedMean`.
-    On one node nothing is compressed. The exact mean of the warm-up is the same in every topology. Source: Bagua's
-    documentation. Unlike Bagua, QAdam freezes the bias correction with the variance (otherwise steps grow up to 3.2
-    times) and applies weight decay in all stages.
+    QAdam is `OneBitAdam` with its own defaults for ``compressor`` and ``variance_steps``. In the compressed stage a
+    rank sends 2 (N - 1) / N times 8 bits per parameter and 64 bits per bucket. In the topology "hierarchical", N is the
+    number of nodes, and the ranks of a node together send this amount to the other nodes. Inside the node they send 32
+    bits per parameter; see `CompressedMean`. If there is only one node, nothing is compressed. The exact mean of the
+    warm-up is the same in every topology. Source: Bagua's documentation. Unlike Bagua, QAdam freezes the bias
+    correction with the variance (otherwise steps grow up to 3.2 times) and applies weight decay in all stages.
 
     Examples
     --------

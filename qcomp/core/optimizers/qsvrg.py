@@ -39,13 +39,13 @@ class QSVRG(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0; weight_decay * x is added to the mean of the quantized vectors, exactly.
     clip_norm : float, optional
-        Largest global norm sqrt(mean_i |c_i|^2) of the corrected vectors c_i over the ranks i, above 0. Larger vectors
-        are scaled down by the same factor on all ranks, which makes them biased. Costs an exchange of 8 bytes per step.
-        None, the default, never clips.
+        Largest global norm sqrt(mean_i |c_i|^2) of the corrected vectors c_i over the ranks i, above 0. If the norm is
+        larger, every rank multiplies its vectors by the same factor, which makes them biased. Costs an exchange of 8
+        bytes per step. None, the default, never clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -157,7 +157,7 @@ class QSVRG(Optimizer):
         Raises
         ------
         NonFiniteError
-            On every rank, if a gradient on any rank is not finite, also with ``nonfinite="skip"``: an epoch needs this
+            On every rank, if a gradient on any rank is not finite, even with ``nonfinite="skip"``: an epoch needs this
             gradient.
         """
         require_rank(state, comm)
@@ -207,7 +207,7 @@ class QSVRG(Optimizer):
         comm : Communicator
             The communicator given to `init`, or another with the same rank and size.
         donate : bool
-            Has no effect here.
+            As for `Optimizer.step`. Only stochastic rounding reuses buffers here.
         weight : None
             Must be None, since f is the plain mean over the ranks in every step of an epoch.
 

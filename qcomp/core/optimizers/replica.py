@@ -60,14 +60,14 @@ _EXPLAIN: Mapping[str, Callable[[Sequence[Any]], str | None]] = {"values": expla
 
 
 class Place(NamedTuple):
-    """Where a replica starts."""
+    """The rank and the world in which a replica starts."""
 
     rank: int
     size: int
     host: str | None
     """Name of this rank's machine, if it is known."""
     number: int = 0
-    """The number of this replica among those that start over the same communicator."""
+    """The number of this replica among the replicas that start over the same communicator."""
 
 
 def names_of(names: Sequence[str] | None, tensors: Sequence[Array]) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Replica(ABC, Generic[Loaded]):
     """
 
     resizes = True
-    """Whether saved states can be loaded on another number of ranks, even without the arrays of some ranks."""
+    """Whether saved states can be loaded on a different number of ranks, even without the arrays of some ranks."""
     sharded = False
     """Whether each rank has a part of each parameter."""
 
@@ -132,7 +132,7 @@ class Replica(ABC, Generic[Loaded]):
     @cached_property
     def compression(self) -> Compressing:
         """What is compressed, and how. A class without a setting ``averaging`` compresses nothing."""
-        fields: Any = self  # a class with averaging also has these three
+        fields: Any = self  # a class with averaging also has these settings
         if not hasattr(fields, "averaging"):
             return Compressing(EXACT)
         return Compressing(fields.averaging.mean(fields.compressor), fields.exact, fields.compressors)
@@ -155,9 +155,9 @@ class Replica(ABC, Generic[Loaded]):
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
         """Return the kinds of arrays that differ between ranks in a stage, besides the residuals.
 
-        Possible kinds are the keys of ``state.arrays``, "momentum" and "variance". With another number of ranks, every
-        rank resumes with the mean of these arrays over the old ranks, see `load_state_dict`. Arrays of all other kinds
-        must be equal on all ranks.
+        Possible kinds are the keys of ``state.arrays``, "momentum" and "variance". On a different number of ranks,
+        every rank resumes with the mean of these arrays over the old ranks, see `load_state_dict`. Arrays of all other
+        kinds must be equal on all ranks.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ class Replica(ABC, Generic[Loaded]):
         return {}
 
     def adopt(self, saved: Mapping[str, Any], fresh: OptimizerState) -> Mapping[str, Any]:  # noqa: ARG002
-        """Convert a saved state whose entries differ, if this optimizer accepts them, to exactly its own entries.
+        """Convert a saved state with other entries, if this optimizer accepts it, to exactly this optimizer's entries.
 
         Parameters
         ----------
@@ -252,7 +252,7 @@ class Replica(ABC, Generic[Loaded]):
         return like, whole
 
     def require_maker(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError if another class or compressor made a saved state; warn of other settings.
+        """Raise ValueError if another class or compressor made a saved state; warn if other settings differ.
 
         Parameters
         ----------
@@ -262,7 +262,7 @@ class Replica(ABC, Generic[Loaded]):
         require_maker(saved, self)
 
     def _compare_parameters(self, names: Sequence[str], params: Sequence[Array], size: int) -> Stages[None]:
-        """Raise MismatchError on every rank if ranks that must hold the same parameters hold different ones."""
+        """Raise MismatchError on every rank unless ranks that must hold the same parameters do so."""
         values = {"values": digests(names, params)}
         yield from handshake_stages(values, size=size, like=params[0], explain=_EXPLAIN)
 
@@ -327,8 +327,8 @@ class Replica(ABC, Generic[Loaded]):
         host : str, optional
             Name of this rank's machine, which a topology may depend on.
         number : int
-            Number of this replica among those that start over the same communicator. The exchanges of its steps carry
-            the number, so that exchanges of two optimizers are not confused.
+            Number of this replica among the replicas that start over the same communicator. The exchanges of its steps
+            carry the number, so that exchanges of two optimizers are not confused.
 
         Raises
         ------
@@ -356,10 +356,10 @@ class Replica(ABC, Generic[Loaded]):
         Parameters
         ----------
         saved : mapping of str to array or scalar, or sequence of them
-            This rank's own dict. Or a list with the dicts of all ranks that saved, in any number and order. Either
-            every rank passes all dicts, as from a shared folder, or each dict is passed by one rank, and ranks without
-            one pass an empty list. A dict without arrays that only its rank has, as from an exact optimizer or an exact
-            warm-up, fits every rank, on any number of ranks.
+            This rank's own dict. Or a list of dicts, in any order; together, the ranks must pass the dicts of all ranks
+            that saved. Either every rank passes all dicts, as from a shared folder, or one rank passes each dict, and
+            ranks without a dict pass an empty list. A dict fits every rank, on any number of ranks, if it has no arrays
+            that only its rank has, as from an exact optimizer or an exact warm-up.
         params, comm, names
             As for `init`. For an `OuterLoop` the values of the parameters do not matter, only the dtypes.
         strict : bool
@@ -378,9 +378,9 @@ class Replica(ABC, Generic[Loaded]):
         Raises
         ------
         ValueError
-            If the dict belongs to another rank, number of ranks, model or optimizer, or is damaged: an entry is missing
-            or invalid, or differs from its digest. On every rank, if a list of dicts is incomplete, mixes jobs or
-            steps, or contains such a dict.
+            If the dict belongs to a different rank, number of ranks, model or optimizer. If the dict is damaged: if an
+            entry is missing or invalid, or differs from its digest. On every rank, if a list of dicts is incomplete,
+            mixes jobs or steps, or contains such a dict.
         MismatchError
             On the other ranks, if some rank raises ValueError. On every rank, if the dicts belong to different steps,
             or a parameter differs between ranks.
@@ -388,9 +388,10 @@ class Replica(ABC, Generic[Loaded]):
         Warns
         -----
         UserWarning
-            If the state was saved with other settings; the warning names them. If the dicts come from another number of
-            ranks, or from ranks with other chunks: every rank then starts with mean_i e_i + e_s of the old residuals,
-            which preserves the sum identity of `CompressedMean`. On every rank, if ``lost="drop"`` has dropped arrays.
+            If the state was saved with settings that differ from this optimizer's; the warning names them. If the dicts
+            come from a different number of ranks, or from ranks with different chunks: every rank then starts with
+            mean_i e_i + e_s of the old residuals, which preserves the sum identity of `CompressedMean`. On every rank,
+            if ``lost="drop"`` has dropped arrays.
         """
         stages = self.load_stages(saved, params, **place_in(comm), names=names, strict=strict, lost=lost)
         return drive(stages, comm)
@@ -557,7 +558,7 @@ def _require_of_any_rank(saved: Saved, world: World) -> None:
 def _load(
     replica: Replica[Any], saved: Saved | Sequence[Saved], world: World, missing: str
 ) -> Stages[OptimizerState]:
-    """Return the state in a dict of this rank, once all ranks have loaded theirs, and compared them."""
+    """Return the state in this rank's dict, once all ranks have loaded their states and compared them."""
     what = "a dict" if isinstance(saved, Mapping) else "a sequence of dicts"
     yield from handshake_stages({"saved": what, "lost": missing}, size=world.size, like=world.like)
     if missing not in ("raise", "drop"):
@@ -586,7 +587,7 @@ def _load(
 
 
 def _is_of_another(saved: Saved, world: World) -> bool:
-    """Return whether a dict holds another rank's arrays (checked if dicts may be missing) or other parts of tensors."""
+    """Return whether a dict has another rank's arrays (if dicts may be missing), or parts that this rank lacks."""
     try:
         one = {**saved, **read_scalars(saved)}
         if (one["rank"], one["size"]) != (world.rank, world.size):

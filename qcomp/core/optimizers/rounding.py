@@ -4,8 +4,8 @@ A float32 number becomes one of the two bfloat16 numbers around it: a draw of 16
 lower half of the sum is dropped. If the lower half of the number is k, then k of the 2^16 possible draws round away
 from 0. So values that bfloat16 represents do not change.
 
-Sixteen elements share a draw, which is shifted for each of them by another sixteenth of its range: every element's draw
-is uniform, and random numbers cost a sixteenth. All ranks draw the same random numbers.
+Sixteen elements share a draw. For each of them, the draw is shifted by a different number of sixteenths of its range.
+So every element's draw is uniform, and random numbers cost a sixteenth. All ranks draw the same random numbers.
 """
 
 import math
@@ -42,8 +42,8 @@ def widened(params: Sequence[Array]) -> list[Array]:
 def rounded(new: list[Array], like: Sequence[Array], key: Key, *, donate: bool = False) -> list[Array]:
     """Return new values of parameters, rounded to the dtypes of the old values.
 
-    The list of the values that a step has computed from `widened` parameters is emptied, so that each array is freed
-    once it is rounded. With ``donate`` the results may take the memory of the old parameters.
+    Empties the list ``new``, which a step has computed from `widened` parameters, so that each array is freed once it
+    is rounded. With ``donate`` the results may take the memory of the old parameters.
     """
     chosen = [i for i, p in enumerate(like) if _is_rounded(p)]
     runs = [-(-math.prod(like[i].shape) // _RUN) for i in chosen]

@@ -30,10 +30,11 @@ class SGD(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0; weight_decay * x is added to the mean gradient, as usual for SGD.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        As in other optimizers, but without effect here, since SGD draws no random numbers.
+        Seed of random draws, 0 to 2**64 - 1. Exact averaging draws nothing, so only stochastic rounding uses the seed.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.
@@ -128,12 +129,13 @@ class CompressedSGD(SGD):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0; weight_decay * x is added to the mean gradient, as usual for SGD.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. None, the default, never
+        clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`.
         ``"skip"``: all ranks skip the step and count it in ``state.skipped``. Neither changes parameters or moments.

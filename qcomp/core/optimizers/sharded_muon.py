@@ -26,12 +26,12 @@ class ShardedMuon(Muon):
     """Muon for sharded parameters, with one shard on each rank.
 
     Parameters, gradients and the moments of AdamW are flat arrays with this rank's shards. Everything else is as in
-    `Muon`, which describes the other settings. Names, shapes and matrices refer to whole tensors, and without
-    compression the model's parameters are the same as with `Muon`, bit for bit.
+    `Muon`, which describes the other settings. Names, shapes and matrices refer to whole tensors. Without compression,
+    the model's parameters are the same as with `Muon`, bit for bit.
 
     A rank sends each of its shards to the owner of the matrix, and gets its shard of the update. With N ranks it sends
-    1/N of the bytes that it would send with `Muon`. See `ShardedMean`, also for its sum identity, and `ExactShards` for
-    the tensors that AdamW moves.
+    1/N of the bytes that it would send with `Muon`. See `ShardedMean` for details and for the sum identity, and
+    `ExactShards` for the tensors that AdamW moves.
 
     With ``clip_norm`` the norm is sqrt(mean_j |g_j|^2) over the replicas j. There are no whiteners, since a rank with a
     shard of g cannot make its shard of W g. The first step does not check whether elements move whose gradients are 0.
@@ -102,7 +102,7 @@ class ShardedMuon(Muon):
                     )
 
     def own_kinds(self, stage: str) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the moments of AdamW, of which each rank has a part."""
+        """Return the kinds of AdamW's moments, of which each rank has a part."""
         return ShardedMean.part_kinds
 
     def may_move_zeros(self, state: OptimizerState) -> bool:  # noqa: ARG002

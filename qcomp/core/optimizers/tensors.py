@@ -107,7 +107,7 @@ def require_whole(tensors: Sequence[Array], argument: str, like: Array) -> None:
 
 
 def _place(x: Any, what: str) -> Any:
-    """Return the devices that hold a JAX array, each of them the whole; None if JAX itself moves it where needed."""
+    """Return the devices that each hold a whole JAX array; None if JAX itself moves the array where it is needed."""
     if is_traced(x) or not getattr(x, "committed", True):
         return None
     if not x.sharding.is_fully_replicated:

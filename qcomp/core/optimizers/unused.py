@@ -38,13 +38,13 @@ def stages_of_used(
 ) -> Stages[tuple[list[Array], OptimizerState]]:
     """Make one step as a generator of pure stages; a parameter for which no rank has a gradient stays as it is.
 
-    Its moments and residuals stay too, and its bias corrections do not count the step. A rank without a gradient for a
+    Its moments and residuals also stay, and its bias corrections do not count the step. A rank without a gradient for a
     parameter that others use contributes zeros, as the mean over all ranks requires. While the ranks are apart (see
     `Optimizer.apart`), zeros stand for every missing gradient. If no rank has any gradient, nothing changes, and a
     warning says so.
 
-    ``settings`` is the text of all settings that may have changed since the last step; if it differs, all ranks raise
-    MismatchError before anything changes. ``donate`` is ignored on a rank that lacks a gradient.
+    ``settings`` is the text of all settings that may have changed since the last step; if it differs between ranks, all
+    ranks raise MismatchError before anything changes. ``donate`` is ignored on a rank that lacks a gradient.
 
     Every rank sends 8 bytes and a bit for each parameter to all others, alongside the first exchange of the step. While
     some tensors still make exact steps of their own (see `OneBitAdam`), these bytes are sent before that exchange.
@@ -64,7 +64,7 @@ def stages_of_used(
     if state.size == 1:
         leave_out(used)
     elif late:
-        # Late tensors that some rank uses make exact steps, so the ranks must know which ones before they exchange.
+        # Late tensors that some rank uses make exact steps, so the ranks must know these tensors before they exchange.
         yield from owned(agreed(), owner)
     asleep = [number for number in late if number in left_out]
     begun = without_late(asleep, state)

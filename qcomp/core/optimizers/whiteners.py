@@ -27,10 +27,10 @@ from qcomp.core.optimizers.compression import AveragePart
 from qcomp.core.state import OptimizerState
 
 WHITENER = "whitener"
-"""The kind of the whiteners in ``state.arrays``, with one array per tensor; it is empty if the tensor is no matrix."""
+"""The kind of the whiteners in ``state.arrays``: one array per tensor, which is empty if the tensor is no matrix."""
 
 _SENT = Cast("bfloat16")
-"""Rounding changes a whitener slightly, but causes no error, since all ranks hold the same rounded one."""
+"""Its rounding changes a whitener slightly, but causes no error, since all ranks hold the same rounded whitener."""
 
 
 def first_whiteners(params: Sequence[Array], exact: Sequence[bool], mean: OwnedMean) -> tuple[Array, ...]:
@@ -75,7 +75,7 @@ def followed(exchange: MeanState, old: Sequence[Array], new: Sequence[Array], me
 
 @dataclass(frozen=True, kw_only=True)
 class _FromOwners(SeparableMean):
-    """Returns new whiteners, which the owners of the matrices send to all ranks, where other classes return a mean."""
+    """Instead of a mean, returns new whiteners, which the owners of the matrices send to all ranks."""
 
     compressor: Cast = _SENT
     feedback: bool = False

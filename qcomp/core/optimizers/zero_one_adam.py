@@ -79,13 +79,13 @@ class ZeroOneAdam(Optimizer):
     weight_decay : float, default 0
         Weight decay coefficient, >= 0.
     clip_norm : float, optional
-        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. Larger gradients are scaled down
-        by the same factor on all ranks. Costs an exchange of 8 bytes per step. In a step that sends nothing, each rank
-        clips by its own norm, without an exchange. None, the default, never clips.
+        Largest global gradient norm sqrt(mean_i |g_i|^2) over the ranks i, above 0. If the norm is larger, every rank
+        multiplies its gradients by the same factor. Costs an exchange of 8 bytes per step. In a step that sends
+        nothing, each rank clips by its own norm, without an exchange. None, the default, never clips.
     seed : int, default 0
-        Seed of the compressor's random draws, 0 to 2**64 - 1. Draws also depend on the names and shapes of the
-        parameters. If two optimizers in one job have parameters with equal names and shapes, give them different
-        seeds.
+        Seed of the random draws of compressors and of stochastic rounding, 0 to 2**64 - 1. Draws also depend on the
+        names and shapes of the parameters. If two optimizers in one job have parameters with equal names and shapes,
+        give them different seeds.
     nonfinite : {"raise", "skip"}, default "raise"
         What to do if a gradient on any rank is infinite or NaN. ``"raise"``: all ranks raise `NonFiniteError`; after a
         step that sends nothing, they raise it at the next synchronisation. ``"skip"``: all ranks skip a step that
@@ -108,7 +108,7 @@ class ZeroOneAdam(Optimizer):
         Topology and error feedback of the exchange, see `Averaging`.
     exact : callable or None, default ExactBelow(10_000)
         Policy that gets all tensors and selects the tensors that stay exact, see `ExactBelow`. None compresses
-        everything. Exact tensors too are averaged only when the ranks synchronise.
+        everything. Even exact tensors are averaged only when the ranks synchronise.
     compressors : callable, optional
         Policy that replaces ``compressor``: it returns a compressor for each tensor, or None for a tensor that stays
         exact, see `ByName`. Tensors that ``exact`` selects stay exact in any case. None, the default, uses
@@ -189,7 +189,7 @@ class ZeroOneAdam(Optimizer):
         self.adam  # noqa: B018 - raises if its settings do not fit
         if self.freeze is not None:
             object.__setattr__(self, "freeze", freeze_rule(self.freeze))
-        self._policy  # noqa: B018 - so does this
+        self._policy  # noqa: B018 - raises if its settings do not fit
         require_schedule("variance_steps", self.variance_steps, "measures the variance")
         require_schedule("sync_steps", self.sync_steps, "synchronises the ranks")
         if not self.variance_steps(1):
@@ -396,7 +396,7 @@ class ZeroOneAdam(Optimizer):
         except NonFiniteError as error:
             raise self._located(error, state, state.step) from error
         if self.rounding == "stochastic":
-            from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round so
+            from qcomp.core.optimizers.rounding import rounded, widened  # noqa: PLC0415 - few round stochastically
 
             wide, new_state = self._synchronised(widened(tensors), means, state)
             new_params = rounded(wide, tensors, key)
@@ -469,7 +469,7 @@ class ZeroOneAdam(Optimizer):
         return limits
 
     def _with_room(self, state: OptimizerState) -> OptimizerState:
-        """Return a state with arrays and numbers of the stage "local", for their shapes and names."""
+        """Return a state with arrays and numbers of the stage "local", of which only shapes and names matter."""
         nothing = [Sums(0.0, 0.0, 0.0)] * len(state.names)
         return state._replace(
             arrays={"anchor": state.momentum, "pending": state.momentum},

@@ -310,7 +310,7 @@ class Asynchronous:
     def exchange(
         self, params: Any, state: AsynchronousState, mailbox: Mailbox
     ) -> tuple[Any, AsynchronousState]:
-        """Do what `step` does, but count no inner step: to send at once, or after the last step.
+        """Do what `step` does, but count no inner step. Call it to send at once, or after the last step.
 
         Parameters
         ----------
@@ -399,7 +399,7 @@ class Asynchronous:
         last = above
         while True:
             number = max(numbers_of((yield Names(SHARED))), default=above)
-            if number <= last:  # there is no newer snapshot for which it was deleted
+            if number <= last:  # no newer snapshot has replaced the last one
                 return None
             last = number
             data = yield Read(f"{SHARED}/{number}")
@@ -442,7 +442,7 @@ class Asynchronous:
         return self._applied(state, names, contributions)
 
     def _accepted(self, data: bytes, state: AsynchronousState) -> list[Sending]:
-        """Return the contributions that a closed round names; raise CommunicatorError if it must not merge them."""
+        """Return the contributions that a closed round names; raise CommunicatorError if it may not merge these."""
         try:
             names = [Sending(*map(int, each)) for each in from_json(data)]
         except (TypeError, ValueError):
@@ -551,7 +551,7 @@ class Asynchronous:
         return settled(after, self.max_age)
 
     def _means(self, shared: OptimizerState, contributions: Sequence[Contribution]) -> tuple[Array, ...]:
-        """Return the weighted mean of some contributions, added in their order."""
+        """Return the weighted mean of some contributions, which are added in the given order."""
         return means_of(self.loop, shared, contributions)
 
     def _departed(self, tensors: Sequence[Array], state: AsynchronousState) -> AsynchronousState:
@@ -585,7 +585,7 @@ class Asynchronous:
         moved: Sequence[Array],
         unmerged: Sequence[Array] = (),
     ) -> tuple[Any, AsynchronousState]:
-        """Return this rank's parameters: the shared ones, minus its inner steps that no round has merged.
+        """Return this rank's parameters: the shared parameters, minus its inner steps that no round has merged.
 
         Half precision rounds these parameters. `start` is adjusted, so that rounding does not count as an inner step.
         """

@@ -54,8 +54,8 @@ class AsynchronousState(NamedTuple):
     members : tuple of Member
         The contributions that the last round has merged, each with its rank, number, age in rounds and weight.
     quorum_since, progress, looked : float
-        Seconds on the mailbox's clock when this rank first saw the present quorum (or None), when it last applied a
-        round or sent a contribution, and when it last looked at the mailbox.
+        Seconds on the mailbox's clock when this rank first saw the present quorum (None without a quorum), when it last
+        applied a round or sent a contribution, and when it last looked at the mailbox.
     """
 
     rank: int

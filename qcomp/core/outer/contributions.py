@@ -54,7 +54,7 @@ def compressed(
 def means_of(
     loop: OuterLoop, shared: OptimizerState, contributions: Sequence[Contribution]
 ) -> tuple[Array, ...]:
-    """Return the weighted mean of some contributions, which are added in their order."""
+    """Return the weighted mean of some contributions, which are added in the given order."""
     weights = [each.weight for each in contributions]
     factors = [factor_of(weight, weights) for weight in weights]
     means = []

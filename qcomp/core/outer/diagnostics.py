@@ -25,11 +25,11 @@ class OuterDiagnostics:
 
     - ``drift`` and ``drift_worst``: |d_i - mean d| / |mean d|, how far the ranks have drifted apart in the outer round,
       relative to their common progress; mean and maximum over the ranks. 0 if all ranks made the same progress. Above
-      about sqrt(N - 1), their outer gradients have nothing in common, and mostly cancel in the mean: make outer rounds
-      shorter.
+      about sqrt(N - 1), the ranks' outer gradients have nothing in common, and mostly cancel in the mean: make outer
+      rounds shorter.
     - ``cosine``: the cosine between the mean as it was exchanged and the exact mean.
-    - ``worker_residual``, ``server_residual``, their ``_worst``, ``bytes_sent``, ``bits_per_element``: as for
-      `Diagnostics`; bits are per element of the whole model.
+    - ``worker_residual``, ``worker_residual_worst``, ``server_residual``, ``server_residual_worst``, ``bytes_sent``,
+      ``bits_per_element``: as for `Diagnostics`; bits are per element of the whole model.
 
     Parameters
     ----------

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 def take(state: OptimizerState, members: tuple[int, ...], compression: Compressing) -> OptimizerState:
     """Return a state of only some tensors: their names, compressors, moments, residuals, and arrays of every kind.
 
-    The numbers of the tensors ascend, and the mean of ``compression`` cuts each tensor separately.
+    The numbers in ``members`` must ascend, and the mean of ``compression`` must be a `TensorwiseMean`.
     """
     own = _compressed(state, members)
     mean = _mean(compression, state)
@@ -54,7 +54,7 @@ def put(
 
 
 def _compressed(state: OptimizerState, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the places of some tensors among the compressed ones."""
+    """Return the places of those members that are compressed among all compressed tensors."""
     numbers = [i for i, exact in enumerate(state.exact) if not exact]
     return tuple(numbers.index(i) for i in members if not state.exact[i])
 

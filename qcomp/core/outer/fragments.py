@@ -34,12 +34,12 @@ def _assign(sizes: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def first_step(fragment: int, every: int, count: int) -> int:
-    """Return the local step after which a fragment is first sent; turns are equally spaced, the last at ``every``."""
+    """Return the inner step after which a fragment is first sent; turns are equally spaced, the last at ``every``."""
     return (fragment + 1) * every // count
 
 
 def due(step: int, every: int, count: int) -> int | None:
-    """Return the fragment that is sent after a local step (counted from 1), or None.
+    """Return the fragment that is sent after an inner step (counted from 1), or None.
 
     Examples
     --------

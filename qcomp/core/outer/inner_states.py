@@ -29,7 +29,7 @@ States = Mapping[str, Sequence[Array | None]]
 
 @dataclass(frozen=True)
 class InnerStates:
-    """When the states of inner optimizers are averaged in an outer loop, and how they are compressed.
+    """Says when the states of inner optimizers are averaged in an outer loop, and how these states are compressed.
 
     An outer loop averages only parameters. This class averages the states that inner optimizers keep for each
     parameter, such as momentum or Adam's two moments. Each kind has a period of its own, as in DES-LOC: moments that
@@ -46,8 +46,8 @@ class InnerStates:
         states are averaged when the parameters are exchanged.
     compressor : Compressor, default Identity()
         Compresses the states, on workers and servers, without feedback: `Cast`, which halves the bytes, or another
-        compressor whose error in each element is relative to that element. Others are refused: they could round a
-        second moment, by which Adam divides, to 0.
+        compressor whose error in each element is relative to that element. Other compressors are refused: they could
+        round a second moment, by which Adam divides, to 0.
 
     Raises
     ------
@@ -57,13 +57,13 @@ class InnerStates:
     Notes
     -----
     Without compression, s_i' = (s_1 + ... + s_N) / N in the dtype of computation, the same on all ranks bit for bit. In
-    two phases, a rank sends 2 (N - 1) / N * 32 bits per element and kind, or as many times the payload of
+    two phases, a rank sends 2 (N - 1) / N * 32 bits per element and kind, or 2 (N - 1) / N times the payload of
     ``compressor``. It also sends a text of about ten bytes per parameter and kind to each other rank. The topology is
     the loop's.
 
     If some rank lacks a state, for instance before a parameter's first gradient, the state stays as it is on all ranks.
-    With periods of 1 for parameters and momentum, SGD equals SGD on the mean gradient. Adam does not: its second moment
-    becomes the mean square of all ranks' gradients, not the square of their mean.
+    With periods of 1 for parameters and momentum, SGD equals SGD on the mean gradient. This does not hold for Adam: its
+    second moment then averages the squares of the ranks' gradients, not the square of their mean.
 
     Give second moments a period that divides the period of first moments. If only first moments are averaged, a rank
     divides them by its own second moment, which is 0 for elements for which it has had no gradient: the next step may

@@ -62,10 +62,10 @@ class OuterLoop(OuterSettings):
         of MuLoCo and of SparseLoCo uses the outer learning rate here, and once more in the outer optimizer.
     fragments : int, default 1
         Number of groups of whole tensors, balanced by size, at most ``every`` and at most the number of tensors. Each
-        is exchanged once in ``every`` steps, at equally spaced turns.
+        group is exchanged once in ``every`` steps, at equally spaced turns.
     delay : int, default 0
         Steps from sending a fragment to applying the result, below ``every``. The result does not depend on how long
-        the bytes travel. With an `Overlapped` they travel during these steps.
+        the bytes travel. With `Overlapped`, the bytes travel during these steps.
     turn : {"send", "apply"}, default "send"
         What happens in a fragment's turn. With ``"send"``, as in the paper, the fragment is sent, and the result is
         applied ``delay`` steps later. With ``"apply"``, as in torchft, the result is applied, and the fragment was sent
@@ -92,8 +92,8 @@ class OuterLoop(OuterSettings):
     and the outer gradients of the fragments under way. If parameters have half precision, shared parameters are kept in
     float32.
 
-    If a job resumes on another number of ranks, every rank gets the mean of the old ranks' parameters, and the mean of
-    their outer gradients under way, so that the mean of the outer gradients does not change. Residuals become mean_i
+    If a job resumes on a different number of ranks, every rank gets the mean of the old ranks' parameters, and the mean
+    of their outer gradients under way, so that the mean of the outer gradients does not change. Residuals become mean_i
     e_i + e_s. A state from the warm-up, or from a loop without compression at the end of an outer round, fits every
     rank, on any number of ranks.
 
@@ -192,8 +192,8 @@ class OuterLoop(OuterSettings):
         weight : float, optional
             How much this rank's outer gradients count in the mean, if a fragment is sent in this step: for instance the
             number of tokens since the fragment was last sent; see `weighted`. In such a step either all ranks pass a
-            weight, or no rank does; then all ranks count alike. The warm-up, in which `average` averages, reads no
-            weight: pass it gradients that `weighted` has multiplied.
+            weight, or no rank does; then all ranks count alike. In the warm-up, this weight is ignored: instead, pass
+            `average` gradients that `weighted` has multiplied.
 
         Returns
         -------
@@ -373,7 +373,7 @@ class OuterLoop(OuterSettings):
         try:
             if self.delay:
                 return (yield from beside(check, average.stages()))
-            # Nothing hides the check, so it runs first: different steps are found before different sizes.
+            # Nothing overlaps with the check, so it runs first: different steps are found before different sizes.
             yield from check
             return (yield from average.stages())
         except NonFiniteError as error:

@@ -1,6 +1,6 @@
 """`Mailbox`: the interface of a store in which the ranks of an asynchronous outer loop leave files for each other.
 
-Beside it stand the requests to the store, and the formats of its files.
+This module also has the requests to such a store, and the formats of its files.
 """
 
 import json
@@ -66,7 +66,7 @@ class Mailbox(Protocol):
     """A place where every rank leaves files, and reads other ranks' files; see `qcomp.comm.FolderMailbox`."""
 
     def now(self) -> float:
-        """Return seconds on a clock of this rank that never goes back."""
+        """Return the time in seconds on a clock of this rank; the clock never goes back."""
         ...
 
     def names(self, folder: str) -> list[str]:

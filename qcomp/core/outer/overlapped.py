@@ -33,8 +33,8 @@ class Overlapped:
     Parameters
     ----------
     loop : OuterLoop
-        A loop with a ``delay`` of at least 1. If the delay is longer, each phase of the topology overlaps with another
-        inner step.
+        A loop with a ``delay`` of at least 1. With a longer delay, each phase of the topology overlaps with an inner
+        step of its own.
     comm : Communicator
         A communicator with ``start``, of the same class on all ranks. Other exchanges may run over it between the
         steps, if all ranks start them in the same order.
@@ -43,8 +43,8 @@ class Overlapped:
     -----
     A state holds the outer gradients under way, so it can be saved at any step. After a state is loaded, and after an
     error, the exchange runs anew when its result is due. Either all ranks use this class, or all call `OuterLoop.step`.
-    A lost rank causes an error only in the step that applies a result, since a rank that has made its last step sends
-    nothing either.
+    A lost rank causes an error only in the step that applies a result: until then it cannot be told from a rank that
+    has made its last step, which also sends nothing.
 
     Examples
     --------

@@ -68,7 +68,7 @@ def diloco(every: int = 500, **changes: Any) -> OuterLoop:
 
 
 def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> OuterLoop:
-    """Return streaming DiLoCo: fragments in turn, in 4 bits, applied some steps after they are sent.
+    """Return Streaming DiLoCo: fragments are sent in turn, in 4 bits, and their results are applied some steps later.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
     in the authors' code. To divide by the number of all ranks, pass
     ``averaging=qcomp.Averaging(topology="all_gather")``: parameters then move less far, about 1 / N as far if no two
     ranks send the same element. The authors' code also multiplies the outer gradients by the outer learning rate before
-    feedback, and their mean once more: with a rate other than 1, pass the rate as ``scale`` too.
+    feedback, and their mean once more: if the rate is not 1, also pass it as ``scale``.
 
     Buckets are runs of 4,096 elements. The two bits of a value are its sign and one of two levels of its bucket. In the
     source, buckets are 64 x 64 blocks of a matrix, and a whole tensor shares four levels. The topology is all-gather,
@@ -171,9 +171,9 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
     Notes
     -----
     The inner optimizer is Muon, such as ``torch.optim.Muon``. The outer learning rate is 0.8, its momentum 0.9. The
-    decay of the residuals is 0.9. The authors' code multiplies outer gradients by this rate before feedback, and
-    multiplies their mean by it again. So compressed tensors move at a rate of 0.64, and exact ones at 0.8. In the
-    formula of the paper, the rate occurs only once; for this, pass ``scale=1``.
+    decay of the residuals is 0.9. The authors' code multiplies outer gradients by the outer learning rate before
+    feedback, and multiplies their mean by it again. So compressed tensors move at a rate of 0.64, and exact tensors at
+    0.8. In the formula of the paper, the rate occurs only once; for this, pass ``scale=1``.
 
     The source sends 2 bits per element. Here ``QSGD(levels=3, bucket_size=32)`` sends 4 bits, with its scales, and
     loses about as much as a good 2-bit quantizer. A rank sends 2 (N - 1) / N * 4 bits per element and outer round.

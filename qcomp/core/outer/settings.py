@@ -147,7 +147,7 @@ class OuterSettings(Replica[tuple[Any, OptimizerState]]):
         return {**self.outer.limits(state), **of_fragments}
 
     def enter(self, state: OptimizerState, stage: str) -> OptimizerState:
-        """Return a state with arrays for everything that a checkpoint of this stage holds."""
+        """Return a state in a stage, with all arrays that a checkpoint of this stage holds."""
         sent = under_way(stage)
         if stage not in (WARMUP, stage_of(sent)) or not all(
             0 <= fragment < self.fragments and 0 < step <= state.step for fragment, step in sent.items()

@@ -43,7 +43,7 @@ def names_of(tensors: Sequence[Tensor]) -> list[str]:
 
 @dataclass(frozen=True)
 class ExactBelow:
-    """Keeps small tensors, norms and biases exact: a few thousandths of all bytes, whose compression does most harm.
+    """Keeps small tensors, norms and biases exact: a few thousandths of all bytes, but compressing them does most harm.
 
     A tensor stays exact if it has fewer than ``size`` elements, or if it is a vector among other tensors, as norms and
     biases are. A model given as one flat vector is compressed.
@@ -51,7 +51,7 @@ class ExactBelow:
     Parameters
     ----------
     size : int
-        The smallest number of elements that is compressed.
+        Tensors with fewer elements stay exact.
     names : sequence of str
         Patterns, with ``*``, ``?`` and ``[...]`` as in file names: a tensor whose name matches a pattern stays exact,
         whatever its size and shape. Each pattern must match a name.

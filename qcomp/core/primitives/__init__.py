@@ -1,14 +1,14 @@
 """The primitives: the few computations that kernels replace, each with a pure version, which defines its result.
 
 - `encode` and `decode` with a compressor (and feedback);
-- `average` and `compress_mean` over ranks, which are made of these and of `finish_mean`;
+- `average` and `compress_mean` over ranks, which are made of `encode`, `decode` and `finish_mean`;
 - `average_of_senders`, which is made of `decode`;
 - `momentum`, `nesterov` of Muon, `descend`, `scale`, `adam_steps`, and `frozen_steps` of the frozen-variance
   optimizers, with the variant `steps_of_sums` of 0/1 Adam;
 - `adam_directions` and `sums_of_squares` of LAMB, and `fresh_variances` of 1-bit LAMB;
 - `compensate`, `take_low_rank`, `orthonormal` and `next_factors` of PowerSGD, and `in_range` for a mean over one rank.
 
-Everything else in the core is made of these, or runs once per step on small arrays.
+Everything else in the core is made of primitives, or runs once per step on small arrays.
 """
 
 from qcomp.core.primitives.encoding import (

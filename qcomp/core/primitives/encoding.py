@@ -63,8 +63,8 @@ def encode(
         For compressors that draw.
     out : array, optional
         A buffer for the new residual: the old residual, x itself if it has the dtype of the residual, or a buffer that
-        shares memory with neither, which is the fastest. If x is the buffer, its values are lost. The old residual is
-        overwritten only if nothing is out of range.
+        shares memory with neither. The last is the fastest. If x is the buffer, its values are lost. The old residual
+        is overwritten only if nothing is out of range.
     blend : Blend, optional
         Compress the result of `blended` for x instead of x; a kernel may do both at once.
 
@@ -85,8 +85,8 @@ def encode(
     the plain compressor whose data it shortens.
 
     A kernel that finds a value out of range before it returns may return None; then the pure version reports the value.
-    A kernel that may find such a value later never writes to the old residual, and returns the new residual in another
-    array.
+    A kernel that may find such a value later never writes to the old residual, and returns the new residual in a
+    separate array.
     """
     if compressor.traits.random:
         require_key(key, compressor.spec)
@@ -355,7 +355,7 @@ def finish_mean(total: Array, count: int) -> Array:
 
 @primitive("x")
 def in_range(x: Array) -> bool:  # noqa: ARG001
-    """Return whether a kernel finds every value +0, or of a magnitude from 2^-126 to below 2^100.
+    """Return True if a kernel finds that each value is +0, or has a magnitude from 2^-126 to below 2^100.
 
     `compensate` leaves such values as they are.
     """
@@ -381,7 +381,7 @@ def compensate(
     ------
     NonFiniteError
         If values out of range, from 2^100 on (2^996 for exact float64), were found before this returned. Then the
-        values of x are lost if it is ``out``.
+        values of x are lost if ``out`` is x.
     """
     exact = residual is None
     limit = exact_bounds(x)[1] if exact else LIMIT
@@ -416,7 +416,8 @@ def take_low_rank(
     Parameters
     ----------
     left, right : array, shapes (rank, rows) and (rank, columns)
-        The factors. The magnitudes of two elements whose product is not zero must multiply to at least 2^-102.
+        The factors. The product of an element of one and an element of the other must be 0, or of a magnitude of at
+        least 2^-102.
     matrix : array, shape (rows * columns,)
         Has the dtype of the factors.
     out : array, shape (rows * columns,), optional

@@ -100,7 +100,7 @@ def descend(p: Array, d: Array, rate: float, decay: float, *, out: Array | None 
 
 
 def rounded(x: Array) -> Array:
-    """Return x unchanged, but keep a compiler from fusing what computes x with what uses it: x is rounded first."""
+    """Return x unchanged, but make a compiler round x, instead of fusing its computation with an operation on x."""
     kernel = kernel_of("rounded", x) if is_traced(x) else None
     found: Array | None = kernel and kernel(x)
     return x if found is None else found
@@ -125,8 +125,8 @@ def frozen_step(p: Array, m: Array, v: Array, numbers: StepNumbers) -> tuple[Arr
 
     Notes
     -----
-    m' = m if v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would drift by scale
-    / eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
+    m' = m if v > 0, else 0: one bit cannot represent zero, so an element that never had a gradient would move by about
+    rate * scale / eps in every step. p' = p - rate * ((m' / correction) / (sqrt(v) + eps) + weight_decay * p).
     """
     xp = array_namespace(p)
     masked = xp.where(v > 0, m, xp.zeros_like(m))
@@ -316,8 +316,8 @@ def fresh_variances(
     Notes
     -----
     m' = mean / divisor if v > 0, else 0, as in `frozen_step`; g = (m' - b1 * m) / (1 - b1); f' is `momentum` of f and
-    g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps). There, an infinite v counts as 0, since its
-    element does not move, and so has no part in how much the steps of the tensor grow. An empty tensor has growth 0.
+    g * g. The growth is the largest (sqrt(v) + eps) / (sqrt(f') + eps). There, an infinite v counts as 0: its element
+    does not move, so it must not affect the growth. An empty tensor has growth 0.
     """
     if len(means) != 1:
         return _each_alone(fresh_variances, means, momenta, variances, fresh, numbers, donate=donate)

@@ -1,6 +1,6 @@
 """The arithmetic of a variance: its bias correction, its floor, and how new gradients change a frozen variance.
 
-These are functions of arrays and numbers, also for arrays that JAX traces.
+These are functions of arrays and numbers, including arrays that JAX traces.
 """
 
 import math
@@ -18,7 +18,7 @@ from qcomp.core.numeric.sums import total, totals
 
 LARGEST_WEIGHT = 0.25
 """The largest weight of one measurement: with it, the average is as steady as the mean of seven squares. A single
-square is often near zero, and its element would make long steps."""
+square is often near zero; an element that is divided by its root would make long steps."""
 
 
 def bias_corrections(
@@ -32,7 +32,7 @@ def bias_corrections(
     if not counts or not is_traced(counts[0]):
         return [1 - pair[which] ** max(1, count) for pair, count in pairs]
     found = {(pair[which], id(count)): (pair[which], count) for pair, count in pairs}
-    # Of a momentum to the last bit of float64: 0/1 Adam adds up weights that are divided by it.
+    # The correction of a momentum is exact to the last bit of float64: 0/1 Adam divides weights by it and adds them up.
     bits = 25 if which else 54
     entries = {key: _entry(_corrections(beta, bits), count) for key, (beta, count) in found.items()}
     return [entries[pair[which], id(count)] for pair, count in zip(betas, counts, strict=True)]
@@ -142,8 +142,8 @@ def step_on_codes(
 ) -> tuple[list[Array], tuple[Array, ...]]:
     """Return the parameters and momenta after a step with exact mean gradients, if the momentum has compressed values.
 
-    The step divides as a compressed step does. Compressed values in the momentum are as large for elements with a tiny
-    variance as for all others, until exact gradients have replaced them.
+    The step divides by the variance in the same way as a compressed step. Compressed values in the momentum are as
+    large for elements with a tiny variance as for all others, until exact gradients have replaced them.
     """
     of_each = zip(momenta, gradients, betas, strict=True)
     blended = [primitives.momentum(m, g, beta1, 1.0) for m, g, (beta1, _) in of_each]

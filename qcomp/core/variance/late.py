@@ -1,4 +1,4 @@
-"""Late tensors, which made too few steps before the freeze, and make exact steps of their own after it."""
+"""Late tensors: they made too few steps before the freeze, and so they still make exact steps after it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ key ``exact_steps.NAME``. States without late tensors have none of these keys.""
 
 
 def late_tensors(state: OptimizerState) -> list[int]:
-    """Return the tensors that make exact steps of their own."""
+    """Return the numbers of the late tensors, which still make exact steps."""
     if EXACT_STEPS not in state.numbers:
         return []
     return [i for i, name in enumerate(state.names) if f"{EXACT_STEPS}.{name}" in state.numbers]
@@ -36,7 +36,7 @@ def without_late(tensors: Sequence[int], state: OptimizerState) -> OptimizerStat
 
 
 def of_tensors(state: OptimizerState, tensors: Sequence[int]) -> OptimizerState:
-    """Return a state with the names and arrays of only some tensors; exchange, numbers and compressors are the same."""
+    """Return a state with the names and arrays of only some tensors; exchange, numbers and compressors stay."""
 
     def of(arrays: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([arrays[i] for i in tensors]) if arrays else ()
@@ -56,10 +56,10 @@ def steps_of_parts(
     means: Any,
     state: OptimizerState,
 ) -> tuple[list[Array], OptimizerState]:
-    """Make a step in which some tensors move in one way, and others in another.
+    """Make a step in which different functions move different tensors.
 
-    Each part holds its tensors, the function that makes their step from parameters, `Means` and the state, and the
-    means of all tensors for that step. The state must hold both moments.
+    Each part holds the numbers of its tensors, a function, and the means of all tensors for this function. The function
+    makes a step from parameters, `Means` and a state. The state must hold both moments.
     """
     new, after = list(params), state
     for tensors, make, values in parts:

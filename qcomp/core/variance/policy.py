@@ -220,9 +220,9 @@ class VariancePolicy:
         return {_LEFT: left, _SINCE: until_now, _MEASURED: until_now} | watch_limits(state.numbers)
 
     def adopt(self, saved: Mapping[str, Any], begun: OptimizerState) -> Mapping[str, Any]:
-        """Return a saved state with exactly the entries of this policy: the saved ones if they fit, else new ones.
+        """Return a saved state with exactly this policy's entries: the saved entries if they fit, else new entries.
 
-        A state may have been saved without a watch, or by a watch with another sample. If it was saved without
+        A state may have been saved without a watch, or by a watch with a different sample. If it was saved without
         ``variance_steps``, these are counted from its step. ``begun`` is a state at the start of the saved state's
         stage, with the same step.
         """

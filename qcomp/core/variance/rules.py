@@ -33,7 +33,7 @@ class FreezeRule(Protocol):
             The history that the rule returned after the last step; empty at first, and while the learning rate rises,
             since no variance settles before the end of the rise.
         beta2 : float
-            The decay of the variance.
+            The decay rate of the variance.
         """
         ...
 
@@ -83,9 +83,9 @@ class VarianceStable:
     """Freezes once the variance is stable.
 
     Let d = 1 / (1 - b2), n_t = ||v_t||_1 after bias correction, and r = n_{t-d} / n_t. The rule freezes the variance
-    once two conditions hold. In each of the last d steps, min(r, 1 / r) >= threshold, and the learning rate did not
-    rise. And gradients from before the last d steps have a share of the weight in v_t that is at least threshold times
-    their share after infinitely many steps.
+    once two conditions hold. First, in each of the last d steps, min(r, 1 / r) >= threshold, and the learning rate did
+    not rise. Second, gradients from before the last d steps have a share of the weights in v_t that is at least
+    threshold times their share after infinitely many steps.
 
     Parameters
     ----------

@@ -112,7 +112,7 @@ def _floor_log2(number: int) -> int:
 
 
 def _at_most(number: int, most: int) -> int:
-    """Return an integer or the bound above it, also of an integer that a compiler traces."""
+    """Return the smaller of an integer and a bound; the integer may be traced by a compiler."""
     return number - (number - most) * (number > most)
 
 

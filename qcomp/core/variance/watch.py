@@ -35,8 +35,8 @@ _KINDS = ("jump", "growth", "shrinkage", "overlap", "stuck", "outgrown")
 _PER_TENSOR, _ALL_TENSORS, _MOST = 16, 64, 4096
 """The fewest elements of an automatic sample for each tensor and for all together, and the most for all together."""
 _ELEMENTS_A_STEP = 4000
-"""On average, an automatic sample sends one of so many elements per step: 4 bytes, beside 500 bytes of codes of one bit
-per element."""
+"""On average, an automatic sample sends one of this many elements per step: 4 bytes, beside 500 bytes of codes of one
+bit per element."""
 _ONE_TENSOR = 4.0
 """The ratio of a single tensor may exceed the limit for all tensors together by this factor."""
 _OUTGROWN = 1e4
@@ -50,7 +50,7 @@ _LEARNING = 16
 _FEEDBACK = 16.0
 """Feedback makes the momentum up to four times as long as the exact momentum; this is the square of that factor."""
 _WORSE, _FAR_WORSE = 4.0, 100.0
-"""By which factor an excursion must be worse to be reported again: normally, and in the quiet time after a report."""
+"""The factors by which an excursion must be worse to be reported again: normally, and in the quiet time."""
 _OVER = 0.5
 """An excursion is over when it is below this share of its limit."""
 
@@ -70,8 +70,8 @@ class VarianceWatch:
     The watch makes two measurements, equal on all ranks:
 
     - In every second step, the norm of the compressed momentum on a few elements of each compressed tensor. While
-      gradients stay as they were at the freeze, sum m^2 <= sum v except for what feedback adds. This shows a jump of
-      the gradients within a few steps, and sends nothing.
+      gradients stay as they were at the freeze, sum m^2 <= sum v except for what feedback adds. The norm shows a jump
+      of the gradients within a few steps, and nothing is sent for it.
     - Every ``every`` steps, some elements of the mean gradient of each compressed tensor, sent exactly in the same
       messages as the compressed momentum. Their squares are averaged to w as in Adam.
 
@@ -89,8 +89,8 @@ class VarianceWatch:
     Parameters
     ----------
     largest : float
-        Report when the ratio exceeds this, or the ratio of one tensor four times this, or when the momentum norm
-        predicts such a ratio. Above 1; `math.inf` disables this report. Default 4.
+        Report when the ratio exceeds this, when the ratio of one tensor exceeds four times this, or when the momentum
+        norm predicts such a ratio. Above 1; `math.inf` disables this report. Default 4.
     smallest : float
         Report when the ratio is below this, from 0 to below 1: steps are then much shorter than Adam's. 0 disables this
         report. Default 0.01.

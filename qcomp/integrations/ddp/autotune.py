@@ -1,4 +1,4 @@
-"""A communication hook for DistributedDataParallel that tries some methods, and keeps the fastest."""
+"""A communication hook for DistributedDataParallel that tries some methods of averaging, and keeps the fastest."""
 
 # DistributedDataParallel reads the annotations of a hook, so they are not postponed here.
 from collections.abc import Mapping
@@ -184,8 +184,8 @@ def autotune(
 
     Collective. Each method of the tuner averages the gradients of a few iterations; from then on the fastest averages
     them. An iteration is timed from the first bucket of its backward pass to the first bucket of the next. A method
-    with an exact mean runs the all-reduce that DistributedDataParallel does without a hook, which passes on values that
-    are not finite.
+    with an exact mean runs the all-reduce that DistributedDataParallel does without a hook. This all-reduce passes on
+    values that are not finite.
 
     Parameters
     ----------
@@ -214,8 +214,9 @@ def autotune(
 
     Notes
     -----
-    Gradients are as under `hook`: bit for bit the same on all ranks. When a method is left, its residuals are added to
-    the next gradients, in their dtype, and once more if that average is refused or not finite.
+    As under `hook`, gradients are bit for bit the same on all ranks. When a method is left, its residuals are added to
+    the next gradients, in the dtype of the gradients. If that average is refused or not finite, they are added again to
+    the gradients after these.
 
     Examples
     --------

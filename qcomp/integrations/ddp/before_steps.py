@@ -1,4 +1,4 @@
-"""Checks before each step of any torch optimizer: NaN gradients, means left unused, and variances of signs alone."""
+"""Checks before steps of any torch optimizer: NaN gradients, unused means, and squares that compression equalises."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BeforeSteps(ABC):
 
 
 class UnusableGradients(BeforeSteps):
-    """Keeps optimizers from gradients that are NaN on all ranks because a gradient on some rank was not finite.
+    """Keeps optimizers from using gradients that are NaN on all ranks because a gradient on some rank was not finite.
 
     A GradScaler that finds such gradients skips the step and lowers its scale, on all ranks. They are an error only
     without a GradScaler.
@@ -83,7 +83,7 @@ class UnusableGradients(BeforeSteps):
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
         unusable = {id(p) for p in self.params if p.grad is not None and not _is_finite(p.grad)}
-        if not unusable:  # all gradients are those of a later backward pass
+        if not unusable:  # all gradients come from a later backward pass
             self._error = None
         elif found_inf(optimizer) is None and any(id(p) in unusable for p in self.of(optimizer)):
             raise NonFiniteError(str(self._error)) from self._error
@@ -174,7 +174,7 @@ def _watch() -> None:
 
 
 def _tell(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Run the checks before a step; if it has a closure, wrap the closure so that they run after it."""
+    """Run the checks before a step. If the step has a closure, wrap the closure so that the checks run after it."""
 
     def tell() -> None:
         for each in list(_watching):

@@ -430,7 +430,7 @@ class BucketedStep:
         return [i for i in tensors if not self.state.exact[i]]
 
     def _places_of(self, tensors: Sequence[int]) -> tuple[Any, ...]:
-        """Return the places in the compressed mean of those of some tensors that are compressed."""
+        """Return the places of some tensors in the compressed mean, without the tensors that are not compressed."""
         return tuple(self._places[self._compressed[i]] for i in self._exchanged(tensors))
 
     @property
@@ -473,7 +473,7 @@ class SavesState(ABC):
         self._saves.gather(own, step.optimizer, step.state, step.comm, like=like, root=to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as a flat dict of tensors and scalars, this rank's own; see `Optimizer.state_dict`.
+        """Return this rank's own state as a flat dict of tensors and scalars; see `Optimizer.state_dict`.
 
         After `gather_states`, the rank that received them returns the states of all ranks, under keys such as "rank 0
         of 2".

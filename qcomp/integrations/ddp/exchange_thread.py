@@ -52,8 +52,9 @@ class ExchangeThread:
     Jobs with ``joins`` compute up to their first exchange when they arrive. There they wait until their messages are
     long enough, or the last jobs have arrived. Then they continue as one job.
 
-    A non-finite value fails its job, on all ranks in the same stage. Any other error belongs to this rank alone or to
-    the communicator. It fails every job, now and later, because the order is lost.
+    A non-finite value makes its job fail, on all ranks in the same stage. Any other error belongs to this rank alone or
+    to the communicator. It makes every job fail, now and later, because the ranks no longer agree on the order of
+    exchanges.
 
     Nobody else may use the communicator while jobs are running. Several exchange threads may share a communicator if
     they use it in turn, see `occupy`. A new thread takes it from earlier threads whose passes were interrupted.
@@ -90,7 +91,7 @@ class ExchangeThread:
         self._queue.put((jobs, last))
 
     def close(self) -> None:
-        """End the thread, once all jobs are done; there must be no more jobs."""
+        """End the thread, once all jobs are done; no job may follow."""
         self.release()
         self._queue.put(None)
 

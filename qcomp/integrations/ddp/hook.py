@@ -280,7 +280,7 @@ def hook(
     A bucket sends as many bytes as `qcomp.CompressedMean` for its tensors. Its exchange starts when the bucket is full,
     in parts of 8 MiB and more, in a thread that compresses, waits and decompresses during the backward pass. With
     PowerSGD, whose messages are short, a bucket is one part. Residuals are kept by parameter name. They do not depend
-    on the buckets, which DistributedDataParallel changes after its first iteration, and resets in a restart. The means
+    on the buckets, which DistributedDataParallel changes after its first iteration, and resets at a restart. The means
     equal a `qcomp.CompressedMean` of the whole model, bit for bit. Source: Seide et al., Interspeech 2014 (feedback);
     Li et al., VLDB 2020 (buckets).
 

@@ -50,7 +50,8 @@ class OverlappedOptimizer(SavesState, Joinable):
         callable that returns the optimizer of the next backward pass, and its settings as text, which the ranks
         compare.
     comm : communicator, optional
-        By default a `TorchCommunicator` of the model's process group. Models in one backward pass must not share one.
+        By default a `TorchCommunicator` of the model's process group. Models in one backward pass must not share a
+        communicator.
 
     Raises
     ------
@@ -110,7 +111,7 @@ class OverlappedOptimizer(SavesState, Joinable):
         """Whether something writes to gradients between backward pass and step, perhaps without changing them. None
         before the first step, which after a restart may be a step that averages momenta."""
         self._some_write: bool | None = None
-        """Whether something writes to them on any rank; None before the first step that averages momenta."""
+        """Whether something writes to gradients on any rank; None before the first step that averages momenta."""
         self._may_change = False
         """Whether gradients were changed in an exact step, which is warned of once."""
         try:

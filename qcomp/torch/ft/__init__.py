@@ -1,7 +1,7 @@
 """Training with the quorums of torchft: replicas may die, come back and join, and the others go on.
 
-torchft finds out which replicas are alive. `qcomp.elastic.Elastic` decides what they then agree on, and what becomes of
-residuals.
+torchft finds out which replicas are alive. `qcomp.elastic.Elastic` decides from which step these replicas go on, and
+what becomes of residuals.
 """
 
 from qcomp.torch.ft.group import ProcessGroup  # isort: skip  (it says what is missing without torchft)

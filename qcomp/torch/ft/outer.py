@@ -1,4 +1,4 @@
-"""An outer loop among replicas of torchft: quorums where it exchanges, and independent inner steps in between."""
+"""`ElasticOuterLoop`: an outer loop among replicas of torchft, which ask for a quorum only where they exchange."""
 
 from __future__ import annotations
 
@@ -63,12 +63,13 @@ class ElasticOuterLoop(QuorumMember):
 
     Notes
     -----
-    A dead replica's inner steps since the last exchange are lost, and so are its residuals. The others repeat no inner
-    step, unless one of them had completed the last exchange when another had not: then the replica that had completed
-    it goes back to it, with the state of its inner optimizer. For that a replica keeps a copy of its parameters,
-    buffers and inner states as they were before the last exchange, and another copy while it exchanges. In the warm-up,
-    gradients are averaged, each step has a quorum, and a failed step is made again. So take the batch and the learning
-    rate from `state` after each `zero_grad`; schedulers of torch cannot be used, since they count steps themselves.
+    A dead replica's inner steps since the last exchange are lost, and so are its residuals. The others repeat inner
+    steps in one case only: if some of them had completed the last exchange and others had not, those that had completed
+    it go back to this exchange, with the states of their inner optimizers. For that a replica keeps a copy of its
+    parameters, buffers and inner states as they were before the last exchange, and a second copy while it exchanges. In
+    the warm-up, gradients are averaged, each step has a quorum, and a failed step is made again. So take the batch and
+    the learning rate from `state` after each `zero_grad`; schedulers of torch cannot be used, since they count steps
+    themselves.
 
     A new replica receives inner states as ``torch.save`` writes them, and reads them with ``weights_only=True``. When
     the replicas have changed, parameters and outer gradients under way are averaged in full precision.
@@ -266,9 +267,9 @@ class ElasticOuterLoop(QuorumMember):
     def _hand_over(
         self, held: elastic.ElasticState, members: Sequence[bool], comm: TorchCommunicator
     ) -> None:
-        """Restore inner states and buffers of the step that all replicas went back to. A new replica gets another's."""
+        """Restore inner states and buffers of the step that all replicas went back to; a new replica gets copies."""
         is_member = members[comm.rank]
-        # Nothing is kept of the current step in the warm-up, before its forward pass.
+        # In the warm-up this runs before the current step is kept, but also before its forward pass.
         kept = (self._kept.get(held.history[-2].label) if is_member else None) or self._now()
         if not all(members):
             root = members.index(True) if any(members) else 0

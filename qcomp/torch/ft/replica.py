@@ -133,8 +133,8 @@ class QuorumMember(ABC):
         """Return the state from which all replicas go on, and the report.
 
         Replicas may differ in the last quorum in which they agreed, since some may have failed while others went on. A
-        replica counts as up to date if it did so in the latest quorum in which any replica agreed. If that quorum then
-        failed for it, all go back to the state before.
+        replica counts as up to date if it also counted as up to date in the latest quorum in which any replica agreed.
+        If that quorum then failed for this replica, all go back to the state before that quorum.
         """
         values, names = self._named_values()
         here, report = self._elastic(), dict[str, float]()

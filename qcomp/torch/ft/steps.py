@@ -24,8 +24,8 @@ class Elastic(QuorumMember):
     optimizer : AveragingOptimizer
         An optimizer of `qcomp.torch`, made for this process alone. From now on only this object makes its steps.
     manager : torchft.Manager
-        Made with ``group`` as its ``pg`` and ``use_async_quorum=False``. Anything else that is registered with it heals
-        as usual, before qcomp's own state. Parameters and optimizer need not be registered.
+        Made with ``group`` as its ``pg`` and ``use_async_quorum=False``. Whatever else is registered with the manager
+        heals as usual, before qcomp's own state. Parameters and optimizer need not be registered.
     group : ProcessGroup
         The manager's process group.
     lost : {"drop", "restore"}, default "drop"

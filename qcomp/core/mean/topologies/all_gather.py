@@ -12,7 +12,7 @@ _WORKER = 0
 
 
 class GatherAll(Topology):
-    """Every rank sends its payload to every other: one exchange and one compression, N times the bytes.
+    """Every rank sends its payload to every other in one exchange, so that values are compressed only once.
 
     With b bytes in the payload of the whole vector, each of N ranks sends (N - 1) * b bytes. There is no server.
     """

@@ -42,7 +42,7 @@ class Call(NamedTuple):
     server: Sequence[Array]
     """The residuals of ``layout.residuals.server``; as for ``worker``."""
     key: Key
-    """This rank's key. Each compression on the way draws with another hop."""
+    """This rank's key. Each compression on the way draws with its own hop."""
     donate: bool = False
     """Whether the new worker residuals may overwrite ``values``."""
     blends: Sequence[Blend] = ()

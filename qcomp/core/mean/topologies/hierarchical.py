@@ -94,7 +94,7 @@ class Lanes:
 
 @dataclass(frozen=True, eq=False)
 class _LaneLayout(Layout):
-    """A layout with the chunks of all lanes, one lane after the other."""
+    """A layout with the chunks of all lanes, in the order of the lanes."""
 
     lanes: Lanes
 
@@ -148,14 +148,14 @@ class Hierarchical(Topology):
     unchanged, so that all ranks decode the same bytes.
 
     The vector is cut into L lanes of whole buckets, where L is the number of ranks of the smallest node. Rank number l
-    of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so nodes of
-    unequal sizes also give the mean over ranks. Rank l compresses the result, and is the only rank of its node that
-    stores residuals for the lane, so mean_i e_i in the sum identity is a mean over nodes. If E is the bytes of the
-    exact vector and b the bytes of its payload, rank l sends (L - 1) / L * E + (n - 1) / L * b bytes to the n ranks of
-    its node and 2 (K - 1) / K * b / L to other nodes. A rank beyond the L-th of its node sends E inside the node. A
-    message with a lane's exact values has 8 more bytes. A message with a chunk has up to 16 more bytes, and one for
-    each rank. All are padded to multiples of 8. With one rank per node, the result equals two phases, bit for bit.
-    Source: Bagua's hierarchical communication, where one leader does the work of a node.
+    of each of K nodes adds lane l over its node, multiplies by K and divides by N, the number of ranks; so the mean
+    over nodes is the mean over ranks, even if nodes have unequal sizes. Rank l compresses the result, and is the only
+    rank of its node that stores residuals for the lane, so mean_i e_i in the sum identity is a mean over nodes. If E is
+    the bytes of the exact vector and b the bytes of its payload, rank l sends (L - 1) / L * E + (n - 1) / L * b bytes
+    inside its node of n ranks, and 2 (K - 1) / K * b / L to other nodes. A rank beyond the L-th of its node sends E
+    inside the node. A message with a lane's exact values has 8 more bytes. A message with a chunk has up to 16 more
+    bytes, and one more for each rank. All are padded to multiples of 8. With one rank per node, the result equals two
+    phases, bit for bit. Source: Bagua's hierarchical communication, where one leader does the work of a node.
 
     A rank that finds values out of range continues with refusals instead of payloads. All ranks learn of the refusal
     from the relayed messages, and then raise errors with the same text.
@@ -207,7 +207,7 @@ class _NodeSums(NamedTuple):
     """The result of the exchange inside a node, on one rank."""
 
     values: list[Array]
-    """This rank's lane of each tensor, summed over the node, times the number of nodes, divided by all ranks."""
+    """This rank's lane of each tensor, summed over the node, times (number of nodes) / (number of ranks)."""
     blamed: set[int]
     """Ranks with values that are not finite; if there are any, ``values`` is meaningless."""
     error: NonFiniteError | None = None
@@ -341,7 +341,7 @@ class _NodeShare:
     def _unseal(
         self, codec: Codec, sealed: Sequence[Array], frames: Sequence[Frame], lane: int
     ) -> tuple[list[Array], set[int]]:
-        """Return the messages of a lane's ranks, and the ranks to blame: the sender of a refusal that blames nobody."""
+        """Return the messages of a lane's ranks, and the ranks to blame; the sender, if a refusal blames nobody."""
         messages, blamed = [], set()
         for sender, buffer, frame in zip(self.nodes.team(lane), sealed, frames, strict=True):
             message, accused = unsealed(codec, buffer, frame, sender, self.layout.world)

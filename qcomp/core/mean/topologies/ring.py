@@ -1,4 +1,4 @@
-"""`Ring`: a topology in which sums grow from rank to rank, compressed anew for each next rank."""
+"""`Ring`: each rank adds its part to the sum from its neighbour, and compresses the new sum for the next rank."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ _SERVER, _FIRST_HOP = 1, 2
 
 
 def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
-    """Return the ranges whose residuals a rank stores: as worker all chunks but its own, as server its own.
+    """Return the ranges whose residuals a rank stores: as worker, all chunks but its own; as server, its own chunk.
 
     The worker has at least one range of each tensor, which may be empty; ``tensors`` is the number of tensors.
 
@@ -41,12 +41,12 @@ def residuals_of(chunks: Sequence[Chunk], rank: int, tensors: int) -> Residuals:
 class Ring(Topology):
     """The sum of each chunk grows from rank to rank around a ring, and then its mean goes around unchanged.
 
-    The vector is cut into a chunk for every rank, which is the chunk's owner. The sum of a chunk starts at the right
-    neighbour of its owner. In N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its
-    own part, and compresses the result for its right neighbour. Finally the owner adds its part, divides by N and
-    compresses the mean, which travels around the ring unchanged in N - 1 more exchanges, so that all ranks decode the
-    same bytes. A rank sends to its right neighbour only. A rank compresses each chunk once: the sum, or the mean if the
-    rank owns the chunk.
+    The vector is cut into chunks, and each rank owns one of them. The sum of a chunk starts at the right neighbour of
+    its owner. In N - 1 exchanges each rank decodes the sum that arrives from its left neighbour, adds its own part, and
+    compresses the result for its right neighbour. Finally the owner adds its part, divides by N and compresses the
+    mean, which travels around the ring unchanged in N - 1 more exchanges, so that all ranks decode the same bytes. A
+    rank sends to its right neighbour only. A rank compresses each chunk once: the sum, or the mean if the rank owns the
+    chunk.
 
     A rank that finds values out of range sends a refusal instead of a sum. The other ranks pass the refusal on with the
     ranks to blame. At the end all ranks have all N verdicts, and raise errors with the same text.
@@ -57,20 +57,20 @@ class Ring(Topology):
     -----
     With feedback, rank i compresses q = s + p_i + e_i: the sum s that arrived, its part p_i, and its residual for the
     chunk. It sends C(q) and keeps e_i' = q - C(q). At the owner c the sum is then
-    sum_i p_i + sum_(i != c) (e_i - e_i'), and with the owner's own residual, which belongs to the mean,
-    C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') + e_s - e_s'. Over T steps from residuals of
-    zero the means add up to the sum of the exact means minus what is owed, (1/N) sum_(i != c) e_i + e_s. This is
-    mean_i e_i + e_s, where an owner's e_i counts as zero for its chunk. A rank stores worker residuals for N - 1
-    chunks and the server residual for one, n elements in all; two phases store n + n / N.
+    sum_i p_i + sum_(i != c) (e_i - e_i'). The owner adds its own residual e_s to the mean, and sends
+    C(mean + e_s) = (1/N) sum_i p_i + (1/N) sum_(i != c) (e_i - e_i') + e_s - e_s'. Over T steps from residuals of zero,
+    the means add up to the sum of the exact means minus ((1/N) sum_(i != c) e_i + e_s). This is (mean_i e_i + e_s) if
+    an owner's e_i counts as zero for its chunk. A rank stores worker residuals for N - 1 chunks and the server residual
+    for one, n elements in all; two phases store n + n / N.
 
-    If b is the bytes of the payload of the whole vector, a rank sends 2 (N - 1) / N * b, as in two phases, but to one
-    neighbour. Each message also has 8 bytes of verdict and one byte for each rank, padded. Values are added in the
-    order of the ring. The part of the k-th rank is rounded in N - k sums and once in the mean. With an unbiased
-    compressor the mean is unbiased. Its variance is the sum of the variances of all roundings; the variances from
-    rounding sums are divided by N^2. The owner's part is rounded only once. With two ranks, this is the only difference
-    from two phases, where a server also rounds its own part. The sum of values just below 2^100 may be out of range
-    even if their mean is not. A rank checks the sum or the mean that it compresses, not its own part: a finite value of
-    2^100 or more passes if that sum or mean is below 2^100.
+    If b is the bytes of the payload of the whole vector, a rank sends 2 (N - 1) / N * b bytes, as in two phases, but
+    all to one neighbour. Each message also has 8 bytes of verdict and one byte for each rank, padded. Values are added
+    in the order of the ring. The part of the k-th rank on the way, where the owner is the N-th, is rounded in N - k
+    sums and once in the mean. With an unbiased compressor the mean is unbiased. Its variance is the sum of the
+    variances of all roundings; the variances from rounding sums are divided by N^2. The owner's part is rounded only
+    once. With two ranks, this is the only difference from two phases, where a server also rounds its own part. The sum
+    of values just below 2^100 may be out of range even if their mean is not. A rank checks the sum or the mean that it
+    compresses, not its own part: a finite value of 2^100 or more passes if that sum or mean is below 2^100.
     """
 
     name = "ring"
@@ -194,7 +194,7 @@ class _Share:
         return compressed, blamed
 
     def _to_the_right(self, sealed: Array, owner: int) -> AllToAll:
-        """Return an exchange that sends an owner's message to the right, and receives another owner's from the left."""
+        """Return an exchange: an owner's message goes to the right, and the previous owner's comes from the left."""
         nothing = from_host_bytes(b"", sealed)
         size = sealed_size(self.layout.message_sizes[(owner - 1) % self.size], self.size)
         right, ranks = (self.rank + 1) % self.size, range(self.size)

@@ -48,7 +48,7 @@ def to_servers(
 
 
 class TwoPhase(Topology):
-    """Each rank is the server of a chunk, which averages that chunk and compresses the average again.
+    """Each rank is the server of a chunk: it averages the chunk, and compresses the average again.
 
     In the first phase every rank sends each server the payload of its chunk; in the second every server sends the
     payload of its average to all. With b bytes in the payload of the whole vector, a rank of N sends
