@@ -225,7 +225,7 @@ def main() -> None:
     sentence = (
         f"{size['lines']:,} lines in {size['files']} files, {size['code']:,} of code and {size['docstrings']:,} of "
         f"docstrings. {size['any']:.1%} of all parameters may be anything, and {size['any_within']:.1%} are or hold "
-        f"anything. `import qcomp` takes {found['import']:.2f} s after NumPy's."
+        f"anything. After `import numpy`, `import qcomp` takes {found['import']:.2f} s."
     )
     head = ["a compressed step of", "modules", "calls", "changes of module"]
     page.rewrite(PAGE, {"sizes": sentence, "ways": page.table(head, rows)})

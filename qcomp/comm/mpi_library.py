@@ -1,4 +1,7 @@
-"""Imports mpi4py's MPI module, or raises an error that says how to install it. Importing it starts MPI."""
+"""Imports mpi4py's MPI module, which starts MPI, or raises an error that says how to install it.
+
+`require_started` checks that MPI runs.
+"""
 
 from qcomp.core.errors import CommunicatorError
 

@@ -1,4 +1,4 @@
-"""`plain_numbers`: converts a dataclass's numbers to Python's own, and checks their types."""
+"""`plain_numbers` converts a dataclass's numbers to Python's own; `require` raises ValueError for a bad argument."""
 
 from dataclasses import fields
 from numbers import Integral, Real

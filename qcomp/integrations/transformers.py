@@ -105,10 +105,11 @@ class CompressGradients(TrainerCallback):
 
 
 class AttachOptimizer(TrainerCallback):
-    """Let the qcomp optimizer of a Trainer exchange its momenta during the backward passes, as ``model=`` does.
+    """Let the qcomp optimizer of a Trainer exchange its momenta during the backward passes.
 
-    It gathers the states of all ranks before each checkpoint, so that rank 0's file resumes all of them. So add it
-    after callbacks that request checkpoints. On one process it does nothing.
+    Outside of a Trainer, the optimizer's argument ``model`` does this. The callback gathers the states of all ranks
+    before each checkpoint, so that rank 0's file resumes all of them. So add it after callbacks that request
+    checkpoints. On one process it does nothing.
 
     Parameters
     ----------

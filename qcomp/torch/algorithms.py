@@ -54,8 +54,8 @@ class CompressedSGD(AveragingOptimizer):
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
@@ -150,8 +150,8 @@ class OneBitAdam(BeginsAsAdamW):
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
@@ -256,8 +256,8 @@ class OneBitLamb(AveragingOptimizer):
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
@@ -358,8 +358,8 @@ class QAdam(BeginsAsAdamW):
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
@@ -455,8 +455,8 @@ class ZeroOneAdam(BeginsAsAdamW):
         By default all ranks of torch.distributed if it is initialised, else `qcomp.comm.world`. With ``model``, models
         in the same backward pass must not share a communicator; by default each gets its own.
     model : torch.nn.parallel.DistributedDataParallel, optional
-        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. With
-        it, a parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
+        The model of these parameters, if it is wrapped: its backward pass starts the exchange, which saves time. Then a
+        parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
         Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If

@@ -1,4 +1,4 @@
-"""The random draws of consecutive buckets: `qcomp.core.numeric.random.draws16`."""
+"""Compiled generator of the random draws of consecutive buckets, as in `qcomp.core.numeric.random.draws16`."""
 
 from __future__ import annotations
 

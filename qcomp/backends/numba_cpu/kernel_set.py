@@ -593,5 +593,5 @@ def _bytes(data: Any) -> Bytes:
 
 
 def _received(kernels: CompressorKernels, payloads: Sequence[Array], out: Floats) -> Decoded:
-    """Return the table of one vector and its payload from each rank."""
+    """Return a table that holds one vector, ``out``, and each rank's payload, which the kernels add up in it."""
     return decoded_vectors([_bytes(payload) for payload in payloads], kernels.bucket_size, out)

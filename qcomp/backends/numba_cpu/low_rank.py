@@ -1,7 +1,7 @@
 """The kernels of PowerSGD: add a residual, subtract a product, make a factor orthonormal, and scale the next factor.
 
-Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8. Memory bandwidth is the limit for
-low ranks.
+Bytes read and written per element: `compensate` 8 and 4, `take_low_rank` 4 and 8. If the rank of the
+approximation is low, memory bandwidth is the limit.
 """
 
 from __future__ import annotations

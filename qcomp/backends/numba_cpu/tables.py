@@ -66,7 +66,10 @@ def ends_of(sizes: Sequence[int], bucket_size: int) -> Longs:
 def encoded_vectors(
     x: Floats, bucket_size: int, data: Bytes, blend: tuple[Floats, Blend] | None, bucket: int = 0
 ) -> ToEncode:
-    """Return the table of one vector and its payload. ``blend`` begins with a flat view of the momentum."""
+    """Return a table that holds one vector to compress and the buffer ``data`` for its payload.
+
+    ``blend`` begins with a flat view of the momentum.
+    """
     momentum = 0 if blend is None else address(blend[0])
     end = -(-x.size // bucket_size)
     # One array for both tables, since making an array takes as long as compressing a hundred elements.
@@ -88,7 +91,7 @@ def weights_of(blends: Sequence[Blend]) -> Longs:
 
 
 def decoded_vectors(payloads: Sequence[Bytes], bucket_size: int, out: Floats) -> Decoded:
-    """Return the table of one vector and the payloads that are added up in it."""
+    """Return a table that holds one vector, ``out``, and the payloads that are added up in it."""
     end = -(-out.size // bucket_size)
     row = np.array((address(out), out.size, payloads[0].size, end, *map(address, payloads)), dtype=np.int64)
     return Decoded(row[np.newaxis, :3], row[np.newaxis, 4:], row[3:4], out.dtype)

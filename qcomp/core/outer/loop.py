@@ -97,8 +97,8 @@ class OuterLoop(OuterSettings):
     e_i + e_s. A state from the warm-up, or from a loop without compression at the end of an outer round, fits every
     rank, on any number of ranks.
 
-    The loop neither sees nor averages the state of the inner optimizer, nor other buffers of a model: the caller saves
-    and restores them, and gives a new rank the state of an old rank, or a fresh one. `qcomp.outer.InnerStates` averages
+    The loop neither sees nor averages the state of the inner optimizer or the buffers of a model. The caller saves and
+    restores both, and gives a new rank the state of an old rank, or a fresh state. `qcomp.outer.InnerStates` averages
     optimizer states. Source: Stich, ICLR 2019 (LocalSGD); Douillard et al., arXiv 2311.08105 (DiLoCo) and 2501.18512
     (fragments, delay, mixing); Sarfi et al., arXiv 2508.15706 (decaying residuals).
 

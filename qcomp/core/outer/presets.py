@@ -86,7 +86,7 @@ def streaming_diloco(every: int = 100, fragments: int = 4, **changes: Any) -> Ou
     Notes
     -----
     The inner optimizer is AdamW. Delay is 1 and mixing 0.5; the outer learning rate is 0.7, its momentum 0.9. The
-    source sends 4-bit floats (a sign and three bits of exponent), without error feedback. Here
+    authors send 4-bit floats (a sign and three bits of exponent), without error feedback. Here
     ``QSGD(levels=7, bucket_size=128)`` replaces these floats: it also has 4 bits per element, and is unbiased. A rank
     sends 2 (N - 1) / N * 4.25 bits per element in ``every`` steps. Here a fragment's turn is the step that sends it; in
     torchft it is the step that applies its result, as with ``turn="apply"``. Source: Douillard et al., arXiv
@@ -134,9 +134,9 @@ def sparse_loco(every: int = 30, **changes: Any) -> OuterLoop:
     feedback, and their mean once more: if the rate is not 1, also pass it as ``scale``.
 
     Buckets are runs of 4,096 elements. The two bits of a value are its sign and one of two levels of its bucket. In the
-    source, buckets are 64 x 64 blocks of a matrix, and a whole tensor shares four levels. The topology is all-gather,
-    so that nothing is compressed twice. A rank sends about (N - 1) * 0.15 bits per element and outer round. Source:
-    Sarfi et al., arXiv 2508.15706, and its code in templar.
+    authors' code, buckets are 64 x 64 blocks of a matrix, and a whole tensor shares four levels. The topology is
+    all-gather, so that nothing is compressed twice. A rank sends about (N - 1) * 0.15 bits per element and outer round.
+    Source: Sarfi et al., arXiv 2508.15706, and its code in templar.
 
     Examples
     --------
@@ -175,7 +175,7 @@ def muloco(every: int = 30, **changes: Any) -> OuterLoop:
     feedback, and multiplies their mean by it again. So compressed tensors move at a rate of 0.64, and exact tensors at
     0.8. In the formula of the paper, the rate occurs only once; for this, pass ``scale=1``.
 
-    The source sends 2 bits per element. Here ``QSGD(levels=3, bucket_size=32)`` sends 4 bits, with its scales, and
+    The authors send 2 bits per element. Here ``QSGD(levels=3, bucket_size=32)`` sends 4 bits, with its scales, and
     loses about as much as a good 2-bit quantizer. A rank sends 2 (N - 1) / N * 4 bits per element and outer round.
     Source: Therien et al., arXiv 2505.23725, and its code.
 

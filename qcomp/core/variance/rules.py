@@ -62,7 +62,7 @@ class FreezeAt:
         history: tuple[float, ...],
         beta2: float,  # noqa: ARG002
     ) -> Observation:
-        """Return whether the step has been reached.
+        """Return whether ``step`` is at least the last exact step, ``self.step``.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Checks before steps of any torch optimizer: NaN gradients, unused means, and squares that compression equalises."""
+"""Checks before each step of any torch optimizer: NaN gradients, means that no step used, squares made equal."""
 
 from __future__ import annotations
 
