@@ -16,10 +16,13 @@ import numpy as np
 import qcomp
 from qcomp.core.coding import elias, gaps, integer_classes, model, rans
 from qcomp.core.coding.bits import BitWriter
+from qcomp.core.compressors.qsgd import round_up_step
 from qcomp.core.mean.chunks import Segment
+from qcomp.core.mean.codec import Codec
 from qcomp.core.mean.framing import Frame, seal
 from qcomp.core.numeric.buckets import blocks
 from qcomp.core.numeric.random import draws16, philox4x32, stream_of
+from qcomp.core.numeric.sums import mean_abs, norm2, pad_to_power_of_two, rms, tree_sum
 from tests import releases
 
 FOLDER = Path(__file__).parent / "vectors"
@@ -77,6 +80,16 @@ SPECS = {
     ],
 }
 """What each file has, by its name."""
+AT_A_LIMIT = {
+    "topk": [
+        "topk:k=8,bucket_size=65536",
+        "topk:k=8,bucket_size=128,value_bits=1,coding=fixed",
+        "topk:k=8,bucket_size=4096,value_bits=4,coding=fixed",
+        "topk:k=8,bucket_size=8192,value_bits=4,coding=fixed",
+    ],
+    "randk": ["randk:k=8,bucket_size=2048", "randk:k=8,bucket_size=4096"],
+}
+"""Specs whose entries would have another width in a reader that is off by one."""
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 Vector = dict[str, Any]
 
@@ -129,6 +142,12 @@ def inputs(spec: str) -> Iterator[tuple[str, str, Any]]:
         yield dtype, dtype, np.array([3, -7, 0, 11, 96, -1, 5, -33, 8]) / 8
 
 
+def uneven(count: int) -> Any:
+    """Return numbers of both signs, with which each order of additions gives other bits."""
+    i = np.arange(1, count + 1)
+    return (-1) ** (i // 2) * (i * 7919 % 1009 + 300) / 3 * 1.02**-i
+
+
 def decoded(spec: str, payload: qcomp.Payload, dtype: str, times: int = 1) -> str:
     like = np.zeros(payload.size, dtype=native(dtype))
     return hexadecimal(qcomp.compressor(spec).decompress(payload, like=like), times)
@@ -169,6 +188,14 @@ def long_vectors(file: str) -> Iterator[Vector]:
         for k, size, n in ((4, 128, 266), (2, 16, 16), (5, 128, 69)):
             spec = f"topk:k={k},bucket_size={size},value_bits=3"
             yield vector(f"{k} of {n} elements", spec, "float32", np.resize([*bucket, *bucket * 0], n))
+    rising = np.arange(1, 49)
+    if file == "onebit_sgd":
+        yield vector("means that show the order of sums", "onebit_sgd:column_size=11", "float32", uneven(22))
+    if file == "randk":
+        spec = "randk:k=4,bucket_size=16,value_bits=3"
+        yield vector("no zero in three buckets", spec, "float32", rising)
+    for spec in AT_A_LIMIT.get(file, ()):
+        yield vector("entries whose width is at a limit", spec, "float32", rising[:9])
 
 
 def blob(spec: str, size: int, data: bytes, **header: Any) -> bytes:
@@ -218,11 +245,27 @@ def refused_files() -> Iterator[tuple[str, bytes]]:
     yield "2^64 - 1 bytes of data", blob(spec, 8, data, data_bytes=2**64 - 1)
     for size in (0, 9, 2**40, 2**64 - 1):
         yield f"{size} elements in the data of 8", blob(spec, size, data)
+    for spec, size, dtype in (
+        ("identity", 2**62 + 2, 0),
+        ("identity", 2**61 + 1, 1),
+        ("cast:dtype=float16", 2**63 + 4, 0),
+        ("whole_fields(qsgd:levels=1,bucket_size=8,norm=max):field=5", 5 * 2**61 + 3, 0),
+    ):
+        yield (
+            f"{size} elements, whose length is 8 modulo 2^64",
+            blob(spec, size, data, dtype=dtype),
+        )
 
 
 def long_spec(k: int) -> str:
     """Return a spec string of 1000 characters for one digit, and of 1001 for two."""
     return f"scaled({'whole_fields(' * 44}randk:k={k},bucket_size=16{'):field=1' * 44})"
+
+
+def long_as_given() -> str:
+    """Return a spec string of 1001 characters, of which qcomp would write 985."""
+    inner = "randk():k=32768,bucket_size=65536,value_bits=32"
+    return f"scaled({'whole_fields(' * 43}{inner}{'):field=1' * 43})"
 
 
 def refused_specs() -> Iterator[tuple[str, bytes]]:
@@ -247,6 +290,7 @@ def refused_specs() -> Iterator[tuple[str, bytes]]:
         b"whole_fields(qsgd):field=0",
         b"whole_fields(qsgd):field=513", b"whole_fields(identity):field=2", b"whole_fields(qsgd:field=9)",
         b"whole_fields(qsgd)", b"whole_fields(qsgd:bucket_size=8):field=1", b"whole_fields(whole_fields(qsgd):field=3)",
+        b"topk:bucket_size=8", b"randk:bucket_size=16", long_as_given().encode(),
         long_spec(16).encode(), long_spec(16).replace(":field=1", "").encode(), b"scaled(" * 143,
         b"scaled(" * 30 + b"qsgd" + b")" * 30,
     ):  # fmt: skip
@@ -271,6 +315,15 @@ def accepted_specs() -> Iterator[Vector]:
             "file": blob(text, x.size, np.asarray(payload.data).tobytes()).hex(),
             "decoded": {"float32": decoded(text, payload, "float32")},
         }
+
+
+def omega_of_65_bits(low: int) -> list[str]:
+    """Return a codeword of 2^64 and a number, as readers must refuse it."""
+    return ["10", "110", "1000000", f"1{low:064b}", "0"]
+
+
+def gamma_of_65_bits(low: int) -> list[str]:
+    return ["0" * 64, f"1{low:064b}"]
 
 
 def refused_elias() -> Iterator[tuple[str, bytes]]:
@@ -302,6 +355,15 @@ def refused_elias() -> Iterator[tuple[str, bytes]]:
     yield "41 levels for 40 elements", coded(sparse, elias.omega(42))
     yield "a level at 40 of 40", coded(sparse, elias.omega(2), elias.omega(41), zero, elias.omega(1))
     yield "a number of 65 bits", coded(sparse, "10", "110", "1000000", "1" + "0" * 64)
+    one, last = elias.omega(1), [zero, elias.omega(1)]
+    yield "2^64 + 1 levels", coded(sparse, *omega_of_65_bits(2), one, *last)
+    yield "2^32 + 1 levels", coded(sparse, elias.omega(2**32 + 2), one, *last)
+    yield "a gap of 2^64 + 1", coded(sparse, elias.omega(2), *omega_of_65_bits(1), *last)
+    yield (
+        "a gap that leads back in 64 bits",
+        coded(sparse, elias.omega(3), elias.omega(6), *last, elias.omega(2**64 - 3), *last),
+    )
+    yield "a level of 2^64 + 1", coded(dense, *omega_of_65_bits(2), "0", zero * 39)
     yield "ones after the end", coded(dense, zero * 39, elias.omega(2), "0", "1")
     yield "a byte after the end", coded(dense, zero * 40, more=b"\0")
 
@@ -341,6 +403,11 @@ def refused_range() -> Iterator[tuple[str, bytes]]:
     yield "no model", coded(b"")
     yield "a part of a model", coded(bits("001", "0"))
     yield "a number of classes with more than 64 bits", coded(bits("001", "0" * 64, "1"))
+    modelled_well = stream([1] * size, 5, fine=0)
+    of_model, far = [elias.gamma(35), elias.gamma(34)], [elias.gamma(35), elias.gamma(34 + 2**33)]
+    assert modelled_well[:4] == bits("001", elias.gamma(2), *of_model)
+    yield "2^64 + 2 classes", coded(bits("001", *gamma_of_65_bits(2), *of_model) + modelled_well[4:])
+    yield "a difference of 2^32 between weights", coded(bits("001", elias.gamma(2), *far) + modelled_well[4:])
     yield "ones after the model", coded(b"\1" + good[1:])
     yield "a part of the states", coded(good[:4])
     yield "half a word", coded(good[:-1])
@@ -387,13 +454,18 @@ def refused_gaps() -> Iterator[tuple[str, bytes]]:
     yield "a second bucket is missing", coded("0", "000", size=80)
     yield "bits without elements", coded("0", "0000000", size=0)
     yield "a number of 65 bits", coded("0", "001", "0" * 64, "1", "0" * 64, size=160)
+    largest = [elias.gamma(2**64 - 1)]
+    for case, word in (("2^64", gamma_of_65_bits(1)), ("2^64 - 2, which leads back in 64 bits,", largest)):
+        differing = *word, "0", elias.gamma(1), "0"
+        first = ["0", "001", *differing, "1", "000", "00"]
+        yield f"a difference of {case} between lowest levels", coded(*first, *["0", "000"] * 9, size=160)
     yield "ones after the end", coded("0", "000", "1")
     yield "a byte after the end", coded("0", "000", more=b"\0")
     yield "far more bytes than elements", coded("0", "000", more=bytes(100))
 
 
-def unusual() -> Iterator[tuple[str, bytes]]:
-    """Yield valid files that qcomp does not write."""
+def unusual() -> Iterator[tuple[str, bytes] | tuple[str, bytes, Sequence[str]]]:
+    """Yield valid files that qcomp does not write, some with the dtypes in which they are read."""
     halves = np.array(
         [0x7C00, 0x7C01, 0xFC00, 0xFFFF, 0x7BFF, 0xFBFF, 0x03FF, 0x8001, 0x8000, 0x3C00], dtype="<u2"
     )
@@ -425,6 +497,8 @@ def unusual() -> Iterator[tuple[str, bytes]]:
         data = bytes.fromhex("87e6d5c4") + ONE + bytes(range(16 * spec.startswith("randk")))
         yield f"a sign of a level of 0 in {spec.partition(':')[0]}, and large levels", blob(spec, 8, data)
     yield "ones in padding and between fields", blob("sign:bucket_size=8,scale=l1", 3, b"\xfd\1\2\3" + ONE)
+    yield "ones after the bytes of a number", blob("randk:k=1,bucket_size=65536", 8, b"\3\0\xff\xff" + ONE)
+    yield "a number of two bytes", blob("randk:k=1,bucket_size=512", 257, b"\0\1\0\0" + ONE), ["float32"]
     zeros = blob("topk:k=2,bucket_size=8,value_bits=2,coding=fixed", 8, b"\x06\0" + bytes(10))
     yield "a sign in a bucket of zeros", zeros
     coded = "qsgd:levels=7,bucket_size=8,norm=max,coding=elias"
@@ -436,6 +510,11 @@ def unusual() -> Iterator[tuple[str, bytes]]:
     codes = stream([1] * 40, 5, fine=0, weights=[0, 156])
     yield "a weight of 156", blob(ranges, 40, ONE + b"\1" + codes)
     yield "a flat model", blob(ranges, 40, ONE + b"\1" + stream([1, 5, 0, 4] * 10, 5, sign=1))
+    same, kept = [elias.gamma(1), "0"], ["1", "0", "11"]
+    codes = bits("0", "101", *same, *same, *kept * 5)
+    yield "a number of 5 where a bit would say so", blob("topk:k=5,bucket_size=16,value_bits=2", 16, codes)
+    codes = bits("0", "1011", elias.gamma(600), "1", "0" * 7, *["1", "0", "1"] * 11)
+    yield "a bucket of nearly the greatest length", blob("topk:k=12,bucket_size=32,value_bits=1", 25, codes)
     for number in (8, 1816):
         lowest = elias.gamma(number - 951 if number > 952 else 952 - number), str(int(number < 952))
         codes = bits(
@@ -444,10 +523,10 @@ def unusual() -> Iterator[tuple[str, bytes]]:
         yield f"scales of number {number}", blob("topk:k=5,bucket_size=16,value_bits=2", 16, codes)
 
 
-def accepted(case: str, file: bytes) -> Vector:
+def accepted(case: str, file: bytes, dtypes: Sequence[str] = DTYPES) -> Vector:
     payload = qcomp.Payload.from_bytes(file, like=np.zeros(0))
     with np.errstate(over="ignore"):
-        values = {dtype: decoded(payload.compressor, payload, dtype) for dtype in DTYPES}
+        values = {dtype: decoded(payload.compressor, payload, dtype) for dtype in dtypes}
     return {"case": case, "file": file.hex(), "decoded": values}
 
 
@@ -483,7 +562,7 @@ def codewords() -> Vector:
         "gamma": {str(n): str(elias.gamma(n)) for n in numbers},
         "omega": {str(n): str(elias.omega(n)) for n in numbers},
         "class, with 2 fine bits": {str(n): integer_classes.class_of(n, 2) for n in counts},
-        "weight": {str(n): model._weight(n) for n in counts},
+        "weight": {str(n): model._weight(n) for n in [*counts, 2**40, 2**41, 2**64 - 1]},
     }
 
 
@@ -512,33 +591,98 @@ def draws() -> Vector:
     return {"philox": philox, "keys": found}
 
 
-def messages() -> Vector:
-    payloads = {
-        spec: qcomp.compressor(spec).compress(np.arange(5, dtype=np.float32)).data for spec in MESSAGES
+def sums() -> Vector:
+    """Return the intermediate results of writers."""
+    rows = [
+        ("float32", uneven(16)),
+        ("float32", uneven(11)),
+        ("float32", uneven(8) * 2.0**80),
+        ("float32", uneven(8) * 2.0**-120),
+        ("float64", uneven(11)),
+        ("float32", np.zeros(8)),
+    ]
+    found = [of_row(np.asarray(row, dtype=dtype)) for dtype, row in rows]
+    steps = []
+    for dtype, norm, over, significant in (
+        ("float32", 1 / 3, 7, 17),
+        ("float32", 1.0, 1, 17),
+        ("float32", 0.7, 255, 16),
+        ("float32", 0.7, 32767, 9),
+        ("float32", 2.0**-125, 7, 17),
+        ("float32", 0.0, 7, 17),
+        ("float64", 1 + 2.0**-40, 1, 17),
+        ("float64", 1 / 3, 7, 17),
+    ):
+        y = np.asarray([norm], dtype=dtype)
+        step = hexadecimal(round_up_step(y, over, bits=significant))
+        steps.append(
+            {"dtype": dtype, "norm": hexadecimal(y), "over": over, "bits": significant, "step": step}
+        )
+    return {"rows": found, "rounded up": steps}
+
+
+def of_row(row: Any) -> Vector:
+    count = row.shape[0]
+    padded = pad_to_power_of_two(row[None, :])
+    results = {
+        "sum": tree_sum(padded),
+        "mean magnitude": mean_abs(padded, count),
+        "root mean square": rms(padded, count),
+        "norm": norm2(padded),
     }
-    found = []
+    return {
+        "dtype": row.dtype.name,
+        "row": hexadecimal(row),
+        **{k: hexadecimal(x) for k, x in results.items()},
+    }
+
+
+def messages() -> Vector:
+    like, found = np.arange(5, dtype=np.float32), []
     for specs, with_lengths in ((MESSAGES[:2], False), (MESSAGES, True)):
         frame = frame_of(specs, with_lengths=with_lengths)
-        data = [payloads[spec] for spec in specs]
-        for verdict in (0, 1):
-            message = frame.join(data, np.array([verdict], dtype=np.uint8))
+        data = [qcomp.compressor(spec).compress(like).data for spec in specs]
+        accepts = frame.join(data, np.array([0], dtype=np.uint8))
+        (refuses,) = Codec([like]).refusals([frame], None).messages
+        for verdict, message in enumerate((accepts, refuses)):
+            blamed = {2} if verdict else set()
             found.append(
                 {
                     "compressors": specs,
                     "elements": 5,
                     "lengths": with_lengths,
-                    "payloads": [np.asarray(x).tobytes().hex() for x in data],
+                    "payloads": [hexadecimal(payload.data) for payload in frame.open(message).payloads],
                     "verdict": verdict,
-                    "message": np.asarray(message).tobytes().hex(),
-                    "sealed for 3 ranks, which blames rank 2": np.asarray(seal(message, {2}, 3))
-                    .tobytes()
-                    .hex(),
+                    "message": hexadecimal(message),
+                    "blamed": sorted(blamed),
+                    "sealed for 3 ranks": hexadecimal(seal(message, blamed, 3)),
                 }
             )
-    return {"frames": found}
+    return {"frames": found, "bounds": [bounds(spec, size) for spec, size in BOUNDS]}
 
 
-MESSAGES = ["sign:bucket_size=8,scale=l1", "identity", "topk:k=2,bucket_size=8,value_bits=2"]
+def bounds(spec: str, size: int) -> Vector:
+    """Return the bounds of the data of a payload."""
+    layout = qcomp.compressor(spec).payload_spec(size)
+    return {"compressor": spec, "elements": size, "shortest": layout.shortest, "longest": layout.nbytes}
+
+
+MESSAGES = [
+    "sign:bucket_size=8,scale=l1",
+    "identity",
+    "topk:k=2,bucket_size=8,value_bits=2",
+    "lloyd_max:bits=2,bucket_size=8,coding=range",
+]
+BOUNDS = [
+    ("sign:bucket_size=8,scale=l1", 37),
+    ("lloyd_max:bits=2,bucket_size=16,coding=range", 37),
+    ("qsgd:levels=300,bucket_size=16,norm=max,coding=elias", 37),
+    ("qsgd:levels=300,bucket_size=16,norm=max,coding=elias", 0),
+    ("topk:k=5,bucket_size=16,value_bits=1", 37),
+    ("topk:k=64,bucket_size=128,value_bits=2", 1024),
+    ("topk:k=64,bucket_size=128,value_bits=2", 0),
+    ("topk:k=1,bucket_size=8,value_bits=4", 9),
+]
 
 
 def frame_of(specs: Sequence[str], *, with_lengths: bool) -> Frame:
@@ -546,14 +690,15 @@ def frame_of(specs: Sequence[str], *, with_lengths: bool) -> Frame:
     return Frame(chunk, tuple(map(qcomp.compressor, specs)), ("float32",) * len(specs), with_lengths)
 
 
-FILES = [*SPECS, "files", "specs", "unusual", "codewords", "draws", "messages"]
+OF_PARTS = {"codewords": codewords, "draws": draws, "messages": messages, "sums": sums}
+FILES = [*SPECS, "files", "specs", "unusual", *OF_PARTS]
 
 
 @cache
 def record(file: str) -> Vector:
     """Return what a file has to have."""
-    if file in {"codewords", "draws", "messages"}:
-        return {"codewords": codewords, "draws": draws, "messages": messages}[file]()
+    if file in OF_PARTS:
+        return OF_PARTS[file]()
     if file == "unusual":
         return {"accepted": [accepted(*found) for found in unusual()]}
     vectors = [vector(*case[:1], spec, *case[1:]) for spec in SPECS.get(file, []) for case in inputs(spec)]
