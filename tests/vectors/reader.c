@@ -234,12 +234,14 @@ static void decode(const char *spec, uint64_t n, int is_wide, double *out) {
     }
 }
 
-/* Returns the values of a file, and their number. */
-static double *read_file(const byte *file, uint64_t size, uint64_t *n) {
+static double *values; /* those of the file that is being read */
+
+/* Reads the values of a file, and returns their number. */
+static uint64_t read_file(const byte *file, uint64_t size) {
     char spec[1001] = "";
     require(size >= 24 && !memcmp(file, "QCMP\1", 5) && file[5] <= 1);
     uint64_t spec_bytes = load(file + 6, 2), start = 28 + spec_bytes;
-    *n = load(file + 8, 8);
+    uint64_t n = load(file + 8, 8);
     length = load(file + 16, 8);
     require(spec_bytes <= 1000 && size >= start && size - start == length);
     uint32_t crc = crc32(crc32(~0u, file, start - 4), file + start, length);
@@ -247,11 +249,11 @@ static double *read_file(const byte *file, uint64_t size, uint64_t *n) {
     memcpy(spec, file + 24, spec_bytes);
     data = file + start;
     at = 0;
-    require(*n <= length << 20); /* a bucket has at most 2^20 elements, and at least one byte */
-    double *out = malloc(8 * *n + 8);
-    require(out != NULL);
-    decode(spec, *n, file[5] == 1, out);
-    return out;
+    require(n <= length << 20); /* a bucket has at most 2^20 elements, and at least one byte */
+    values = malloc(8 * n + 8);
+    require(values != NULL);
+    decode(spec, n, file[5] == 1, values);
+    return n;
 }
 
 int main(void) {
@@ -259,25 +261,27 @@ int main(void) {
     static byte file[1 << 16];
     while (fgets(line, sizeof line, stdin)) {
         char *space = strchr(line, ' ');
-        uint64_t size = (uint64_t)(space - line) / 2, n = 0;
+        uint64_t size = (uint64_t)(space - line) / 2;
         is_double = !strncmp(space, " float64", 8);
         for (uint64_t i = 0; i < size; i++) {
             char digits[3] = {line[2 * i], line[2 * i + 1], 0};
             file[i] = (byte)strtoul(digits, NULL, 16);
         }
+        values = NULL;
         if (setjmp(refused)) {
+            free(values);
             puts("refused");
             continue;
         }
-        double *out = read_file(file, size, &n);
+        uint64_t n = read_file(file, size);
         for (uint64_t i = 0; i < n; i++) {
-            float single = (float)out[i];
+            float single = (float)values[i];
             uint64_t bits = 0;
-            memcpy(&bits, is_double ? (void *)&out[i] : (void *)&single, is_double ? 8 : 4); /* on little-endian machines */
+            memcpy(&bits, is_double ? (void *)&values[i] : (void *)&single, is_double ? 8 : 4); /* on little-endian machines */
             for (int b = 0; b < (is_double ? 8 : 4); b++) printf("%02x", (unsigned)(bits >> 8 * b & 255));
         }
         puts("");
-        free(out);
+        free(values);
     }
     return 0;
 }
