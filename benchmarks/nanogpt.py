@@ -175,9 +175,11 @@ def tables(rows: plan.Rows) -> str:
         lines.append(
             [name, f"{found[0]['rate']:g}", ends, f"{steps:.0f}" if steps else "not reached", *gains]
         )
-    about = rows[0]["machine"]
-    words = ", ".join(f"{name} {value}" for name, value in about.items())
-    return f"{page.table(head, lines)}\n\nThe target is {target:.3f}. nanoGPT at {rows[0]['commit'][:8]}; {words}."
+    sentence = f"The target is {target:.3f}. nanoGPT at {rows[0]['commit'][:8]}."
+    for row in [row for row in rows if "link" in row][:1]:
+        words = ", ".join(f"{name} {value}" for name, value in row["machine"].items())
+        sentence += f" Steps were timed with {words}."
+    return f"{page.table(head, lines)}\n\n{sentence}"
 
 
 def at_best_rate(rows: plan.Rows, method: str) -> Sequence[Mapping[str, Any]]:

@@ -24,7 +24,6 @@ def rows_of(method, ends):
         "method": method,
         "steps": 600,
         "commit": "abc",
-        "machine": {"cores": 2},
     }
     return [
         about | {"rate": rate, "seed": seed, "losses": [(0, 5.0), (600, end)]}
@@ -34,7 +33,8 @@ def rows_of(method, ends):
 
 
 def timed(method, seconds):
-    return [{"method": method, "link": "1gbit", "round": number, "seconds": seconds} for number in range(3)]
+    about = {"method": method, "link": "1gbit", "machine": {"cores": 2}, "seconds": seconds}
+    return [about | {"round": number} for number in range(3)]
 
 
 def test_each_replaced_line_must_be_there_once():
@@ -51,7 +51,8 @@ def test_the_table_compares_at_the_best_rates_with_the_script_as_written(monkeyp
     monkeypatch.setattr(nanogpt, "CHOSEN", (AS_WRITTEN, "muon_4_1"))
     rows = rows_of(AS_WRITTEN, {1e-3: 2.1, 3e-3: 2.0, 9e-3: 2.2}) + timed(AS_WRITTEN, 0.4)
     rows += rows_of("muon_4_1", {1e-3: 2.5, 3e-3: 1.0, 9e-3: 2.0}) + timed("muon_4_1", 0.2)
-    head, _, written, own, *_ = nanogpt.tables(rows).splitlines()
+    head, _, written, own, *_, last = nanogpt.tables(rows).splitlines()
+    assert last == "The target is 2.000. nanoGPT at abc. Steps were timed with cores 2."
     assert written.startswith("| the script as it is | 0.003 | 2.000, 2.000 | 600 |")
     assert own.startswith("| qcomp: Muon, 4 + 1 bits | 0.003 | 1.000, 1.000 | 450 |")
     cells = dict(zip(head.split(" | "), own.split(" | "), strict=True))
