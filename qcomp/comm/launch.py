@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qcomp.comm.local import LocalCommunicator
 from qcomp.comm.patience import Patience, inherit, patience
@@ -30,8 +31,9 @@ def world(
     """Return the communicator of all ranks started together with this process.
 
     It detects the launcher by environment variables: mpirun, mpiexec and srun give the ranks of ``MPI.COMM_WORLD``,
-    torchrun gives the ranks of torch.distributed, and anything else gives a single rank. The first call is collective;
-    later calls return the same communicator, unless they change the arguments.
+    torchrun gives the ranks of torch.distributed. So does a script without a launcher that has initialised
+    torch.distributed itself, as with ``torch.multiprocessing.spawn``. Anything else gives a single rank. The first call
+    is collective; later calls return the same communicator, unless they change the arguments.
 
     Communicators that are made later, including those that optimizers and hooks make, have the same ``timeout`` and
     ``silence`` by default.
@@ -72,13 +74,15 @@ def world(
     LocalCommunicator(rank=0, size=1)
     """
     inherit(timeout=timeout, silence=silence)
-    return _world(patience())
+    return _world(patience(), _initialised_by_script(os.environ))
 
 
 @functools.cache
-def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
+def _world(
+    waits: Patience, initialised_by_script: bool
+) -> LocalCommunicator | MPICommunicator | TorchCommunicator:
     environment = os.environ
-    if _started_by_torchrun(environment):
+    if initialised_by_script or _started_by_torchrun(environment):
         require_rank_of_its_own("world")
         from qcomp.comm.torch_launch import torch_world  # noqa: PLC0415  (imports torch)
 
@@ -102,6 +106,14 @@ def _world(waits: Patience) -> LocalCommunicator | MPICommunicator | TorchCommun
             "this one: start them with the mpirun of that library"
         )
     return MPICommunicator(MPI.COMM_WORLD, **waits._asdict())
+
+
+def _initialised_by_script(environment: Mapping[str, str]) -> bool:
+    """Return whether torch.distributed has several ranks although no launcher started this process."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or _started_by_torchrun(environment) or _mpi_size(environment) != 1:
+        return False
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _started_by_torchrun(environment: Mapping[str, str]) -> bool:

@@ -58,8 +58,8 @@ class CompressedSGD(AveragingOptimizer):
         parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
-        False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's ``params``, frozen ones too. With ``model``, DistributedDataParallel has copied
+        them already. If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.CompressedSGD` for the algorithm, what it sends, and its source.
 
@@ -154,8 +154,8 @@ class OneBitAdam(BeginsAsAdamW):
         parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
-        False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's ``params``, frozen ones too. With ``model``, DistributedDataParallel has copied
+        them already. If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.OneBitAdam` for the algorithm, what it sends, and its source.
 
@@ -260,8 +260,8 @@ class OneBitLamb(AveragingOptimizer):
         parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
-        False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's ``params``, frozen ones too. With ``model``, DistributedDataParallel has copied
+        them already. If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.OneBitLamb` for the algorithm, what it sends, and its source.
 
@@ -362,8 +362,8 @@ class QAdam(BeginsAsAdamW):
         parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
-        False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's ``params``, frozen ones too. With ``model``, DistributedDataParallel has copied
+        them already. If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.QAdam` for the algorithm, what it sends, and its source.
 
@@ -459,8 +459,8 @@ class ZeroOneAdam(BeginsAsAdamW):
         parameter that no rank used counts as having a gradient of zero. Where momenta are averaged, only
         ``clip_norm`` can clip gradients. A GradScaler cannot be used. By default no model is wrapped.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already. If
-        False, parameters that differ between ranks raise an error on every rank.
+        Whether all ranks get rank 0's ``params``, frozen ones too. With ``model``, DistributedDataParallel has copied
+        them already. If False, parameters that differ between ranks raise an error on every rank.
 
     See `qcomp.ZeroOneAdam` for the algorithm, what it sends, and its source.
 

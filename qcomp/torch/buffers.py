@@ -54,7 +54,7 @@ def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[s
     for module_name, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False))
         for leaf, buffer in own.items():
-            if id(buffer) in names or buffer.layout is not torch.strided or buffer.is_quantized:
+            if id(buffer) in names or not is_plain(buffer):
                 continue
             value = own_part(buffer)
             if value.untyped_storage().data_ptr() in taken:
@@ -63,6 +63,17 @@ def buffers_of(model: torch.nn.Module, params: Iterable[torch.Tensor]) -> dict[s
             rule = _rule(leaf, own)
             found[name] = Buffer(value, rule, own["running_mean"] if rule == _VARIANCE else None)
     return {name: b._replace(mean=names.get(id(b.mean), "")) for name, b in found.items()}
+
+
+def frozen_of(model: torch.nn.Module) -> dict[str, Buffer]:
+    """Return the parameters that nobody trains, as buffers that rank 0 gives to all ranks."""
+    frozen = {plain_name(name): own_part(p) for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: Buffer(x, _OF_FIRST) for name, x in frozen.items() if is_plain(x)}
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Return whether a tensor is dense, and has bits to send."""
+    return x.layout is torch.strided and not x.is_quantized and not x.is_meta
 
 
 def _rule(leaf: str, beside: Mapping[str, torch.Tensor]) -> str:

@@ -15,17 +15,21 @@ COMPARED = frozenset([0, *(10**power for power in range(1, 8))])
 """The numbers of completed steps after which the ranks compare their parameters."""
 
 
-def of_first_rank(names: Sequence[str], values: Sequence[Any], comm: Communicator) -> list[Any]:
-    """Return the parameters, with rank 0's values where they differ between ranks; collective.
+def of_first_rank(
+    names: Sequence[str], values: Sequence[Any], comm: Communicator, bits: Sequence[Any] = ()
+) -> list[Any]:
+    """Return the parameters and the bits of frozen ones, with rank 0's where they differ between ranks; collective.
 
     Under DistributedDataParallel, too, all ranks start with rank 0's values. If the ranks differ in names, shapes or
     dtypes, each gets its own values back.
     """
     as_tensors(values, "params")
+    every = [*values, *bits]
     if comm.size == 1 or any(hasattr(x, "device_mesh") for x in values):
-        return list(values)
-    found = drive(first_values(values, tuple(names), rank=comm.rank, size=comm.size), comm)
-    return [found.get(number, x) for number, x in enumerate(values)]
+        return every
+    of_all = (*names, *(f"frozen {number}" for number in range(len(bits))))
+    found = drive(first_values(every, of_all, rank=comm.rank, size=comm.size), comm)
+    return [found.get(number, x) for number, x in enumerate(every)]
 
 
 def compare_parameters(values: Sequence[Any], state: OptimizerState) -> Stages[None]:

@@ -25,6 +25,7 @@ from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.optimizer import OverlappedOptimizer
 from qcomp.integrations.ddp.parameters import inside
 from qcomp.private_names.torch import found_inf, grad_scale
+from qcomp.torch.buffers import is_plain
 from qcomp.torch.equal_parameters import COMPARED, compare_parameters, of_first_rank
 from qcomp.torch.group_keys import require_read
 from qcomp.torch.group_settings import LiveSettings, compressors_of, exact_of
@@ -75,7 +76,8 @@ class AveragingOptimizer(SavedOptimizer):
     model : torch.nn.parallel.DistributedDataParallel, optional
         The model whose backward pass the exchange overlaps with; it must have no communication hook.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters. With ``model``, DistributedDataParallel has copied them already.
+        Whether all ranks get rank 0's ``params``, frozen ones too. With ``model``, DistributedDataParallel has copied
+        them already.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("betas", "eps")
@@ -124,8 +126,19 @@ class AveragingOptimizer(SavedOptimizer):
         if self._model is None:
             optimizer = self._settings.optimizer(groups, 0)
             if self._init_sync:
-                self._write(of_first_rank(self._names, self._values(), self._comm))
+                self._begin_with_first()
             self._take(optimizer.init(self._values(), self._comm, self._names))
+
+    @torch.no_grad()
+    def _begin_with_first(self) -> None:
+        """Give all ranks the parameters of rank 0, also those that are frozen: of these, whatever bits they have."""
+        frozen = [p for p in self._frozen if is_plain(p) and not hasattr(p, "device_mesh")]
+        bits = [p.detach().contiguous().flatten().view(torch.uint8) for p in frozen]
+        values = of_first_rank(self._names, self._values(), self._comm, bits)
+        self._write(values[: len(self._names)])
+        for p, own, new in zip(frozen, bits, values[len(self._names) :], strict=True):
+            if new is not own:
+                p.copy_(new.clone().view(p.dtype).reshape(p.shape))
 
     def _policies(
         self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]

@@ -76,8 +76,8 @@ class OuterLoop:
         With ``"reset"`` a parameter's state is dropped when a result of its exchange is applied, so that the next step
         begins as with a new optimizer; values in an optimizer's groups or attributes stay.
     init_sync : bool, default True
-        Whether all ranks get rank 0's parameters and shared buffers when the loop is made. If False, the ranks compare
-        the parameters only.
+        Whether all ranks get rank 0's parameters, also those that are not trained, and its shared buffers when the loop
+        is made. If False, the ranks only compare the trained parameters.
 
     Raises
     ------
@@ -159,7 +159,7 @@ class OuterLoop:
         self._state = loop.init(self._trained.values(), self._comm, self._trained.names)
         if init_sync:
             with torch.no_grad():
-                self._drive(self._trained.first_buffer_stages(self._state), "first buffers")
+                self._drive(self._trained.first_value_stages(self._state), "first buffers")
         self._calls = StepCalls()
         self._has_begun = False
         self._saves, self._inner_saves = Saves(), _InnerSaves()

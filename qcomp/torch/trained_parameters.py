@@ -14,7 +14,7 @@ from qcomp.core.outer.loop import OuterLoop as CoreLoop
 from qcomp.core.state import OptimizerState
 from qcomp.integrations.ddp.parameters import plain_name, wrapped_in
 from qcomp.private_names.torch import found_inf, grad_scale, runs_hooks, take_off_scale
-from qcomp.torch.buffers import buffers_of, combine_stages, of_first_stages, own_part
+from qcomp.torch.buffers import buffers_of, combine_stages, frozen_of, of_first_stages, own_part
 from qcomp.torch.parameters import inside_wrapper, require_memory_of_its_own
 from qcomp.torch.positions import Positions, entries
 
@@ -122,11 +122,12 @@ class Trained:
         """Return the parameters of this rank, in the model's memory."""
         return [own_part(p) for p in self.tensors]
 
-    def first_buffer_stages(self, state: OptimizerState) -> Stages[None]:
-        """Give all ranks the buffers of rank 0, if the loop shares buffers."""
-        if self._model is not None and self._shares_buffers:
+    def first_value_stages(self, state: OptimizerState) -> Stages[None]:
+        """Give all ranks the frozen parameters of rank 0, and its buffers, if the loop shares buffers."""
+        if self._model is not None:
             values = self.values()
-            yield from of_first_stages(buffers_of(self._model, values), state, values[0])
+            buffers = buffers_of(self._model, values) if self._shares_buffers else {}
+            yield from of_first_stages(frozen_of(self._model) | buffers, state, values[0])
 
     @torch.no_grad()
     def begin_with(self, params: Sequence[Any]) -> None:

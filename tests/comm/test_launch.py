@@ -232,6 +232,33 @@ def test_ranks_started_by_torchrun_exchange(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
 
 
+@pytest.mark.slow
+def test_ranks_that_initialise_torch_themselves_are_its_ranks(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, sys, torch.distributed as dist, torch.multiprocessing as mp, qcomp\n"
+        "def main(rank):\n"
+        "    alone = qcomp.comm.world().size\n"
+        "    dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}', rank=rank, world_size=2)\n"
+        "    comm = qcomp.comm.world()\n"
+        "    os.write(1, f'{alone} {type(comm).__name__} {comm.rank} {comm.size}\\n'.encode())\n"
+        "    assert qcomp.comm.world() is comm\n"
+        "    dist.destroy_process_group()\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(main, nprocs=2)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "store")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert sorted(result.stdout.splitlines()) == [f"1 TorchCommunicator {rank} 2" for rank in range(2)]
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "environment",

@@ -66,6 +66,23 @@ def test_the_first_rank_gives_its_parameters_to_all(name):
     assert expected[0][0] == bits_of(NETWORKS[0].parameters())
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_the_first_rank_gives_its_frozen_parameters_too(kind):
+    """As in a script that seeds each rank with its number and passes all parameters of a model with a frozen layer."""
+
+    def rank_main(comm):
+        model = copy.deepcopy(NETWORKS[comm.rank])
+        model[3] = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        frozen = torch.full((3, 4, 2, 2), comm.rank + 1).to(kind, memory_format=torch.channels_last)
+        model[3].weight = torch.nn.Parameter(frozen, requires_grad=False)
+        model.scale = torch.nn.Parameter(torch.tensor(comm.rank + 1.0), requires_grad=False)
+        face("OneBitAdam", model, comm)
+        return bits_of(p.float() for p in model.parameters())
+
+    found = run_local(2, rank_main)
+    assert found[0] == found[1]
+
+
 def test_only_what_differs_is_sent():
     def rank_main(comm, *, changed):
         model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(2, 2))
@@ -194,6 +211,18 @@ class TestOuterLoop:
     def test_the_first_rank_gives_parameters_and_buffers_to_all(self):
         found = run_local(2, lambda comm: bits_of(self.begin(comm).state_dict().values()))
         assert found[0] == found[1] == bits_of(NETWORKS[0].state_dict().values())
+
+    @pytest.mark.parametrize("buffers", [True, False])
+    def test_the_first_rank_gives_frozen_parameters_to_all(self, buffers):
+        def rank_main(comm):
+            model = copy.deepcopy(NETWORKS[comm.rank])
+            model[0].requires_grad_(False)
+            optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+            loop = qcomp.outer.diloco(2)
+            qcomp.torch.OuterLoop(model, optimizer, loop, comm=comm, buffers=buffers)
+            return bits_of(model.parameters())
+
+        assert run_local(2, rank_main) == [bits_of(NETWORKS[0].parameters())] * 2
 
     def test_buffers_that_are_not_shared_stay(self):
         model = run_local(2, lambda comm: self.begin(comm, buffers=False))[1]

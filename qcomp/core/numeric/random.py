@@ -224,7 +224,10 @@ def require_key(key: object, spec: str) -> None:
     """Raise unless the argument is a key, for a compressor that draws: ValueError for None, else TypeError."""
     if not isinstance(key, Key):
         error = ValueError if key is None else TypeError
-        raise error(f"key is {key!r}; {spec} draws random numbers and needs a qcomp.Key")
+        raise error(
+            f"key is {key!r}; {spec} draws random numbers and needs a qcomp.Key, such as "
+            "key=qcomp.Key(seed=0, step=n) for the nth call: with the same key, all calls draw the same"
+        )
 
 
 def fold_key(key: Key, *, like: Array) -> tuple[Any, Any]:
