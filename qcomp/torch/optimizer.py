@@ -424,6 +424,11 @@ def arguments(make: Callable[..., Optimizer], given: Mapping[str, Any]) -> dict[
     optimizer: AveragingOptimizer = given["self"]
     of_groups = {"lr", "weight_decay", *optimizer.shared, *optimizer.fixed}
     defaults = {name: settings.pop(name) for name in list(settings) if name in of_groups}
+    if missing := sorted(set(optimizer.shared) - defaults.keys()):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{kind}.shared has {missing}, which are no arguments of {kind}; expected settings of groups"
+        )
     return {**own, "defaults": defaults, "make": functools.partial(make, **settings)}
 
 

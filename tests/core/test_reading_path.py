@@ -10,6 +10,7 @@ import pytest
 
 import qcomp
 from qcomp.backends import choice
+from tests.torch_face import every
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "qcomp"
@@ -118,17 +119,7 @@ def test_the_root_of_the_core_stays_small():
     assert len([path for path in (PACKAGE / "core").glob("*.py") if path.name != "__init__.py"]) <= 16
 
 
-FACES = {
-    "Elastic",
-    "Residuals",
-    "OuterLoop",
-    "CompressedSGD",
-    "Muon",
-    "OneBitAdam",
-    "OneBitLamb",
-    "QAdam",
-    "ZeroOneAdam",
-}
+FACES = {"Elastic", "Residuals", "OuterLoop", *every.FACES}
 """Public names that a face for a framework shares with the core."""
 
 

@@ -185,13 +185,24 @@ def test_commands_of_pages_make_plans(page, command, reader, capsys):
 
 
 def test_tables_list_every_compressor_optimizer_and_topology():
-    features, topologies = ((DOCS / f"{name}.md").read_text() for name in ("features", "topologies"))
+    names = ("features", "topologies", "format")
+    features, topologies, messages = ((DOCS / f"{name}.md").read_text() for name in names)
     values = {name: getattr(qcomp, name) for name in qcomp.__all__}
     bases = (qcomp.Compressor, qcomp.Optimizer)
     kinds = [n for n, v in values.items() if isinstance(v, type) and issubclass(v, bases) and v not in bases]
     rows = [(features, rf"`{name}\b") for name in kinds]
-    rows += [(topologies, f'`"{name}"`') for name in qcomp.topologies.names()]
+    own = qcomp.topologies.names()
+    rows += [(topologies, f'`"{name}"`') for name in own] + [(messages, f" `{name}` ") for name in own]
     assert [row for page, row in rows if not re.search(rf"^\|.*{row}", page, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize(
+    "file", ["core/mean/averaging.py", "core/mean/compressed_mean.py", "integrations/ddp/hook.py"]
+)
+def test_docstrings_list_every_topology(file):
+    text = (ROOT / "qcomp" / file).read_text()
+    (entry,) = re.findall(r"^    topology : .*?(?=^    \w+ : )", text, re.MULTILINE | re.DOTALL)
+    assert [name for name in qcomp.topologies.names() if f'"{name}"' not in entry] == []
 
 
 def test_the_page_on_the_demo_shows_the_committed_run():

@@ -53,7 +53,7 @@ def texts():
 
 
 def messages():
-    """Yield all warnings, and errors that name no argument; without what the command `qcomp` prints."""
+    """Yield all warnings, and errors that name no argument, with their files; without what `qcomp` prints."""
     for path, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not node.args or "cli" in path.parts:
@@ -61,7 +61,7 @@ def messages():
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             text = text_of(node.args[0])
             if name in WARNS | RAISES and text and text.strip(f"{GAP} ,in"):
-                yield normal(text)
+                yield normal(text), path
 
 
 @pytest.mark.quick_cases(5)
@@ -72,7 +72,12 @@ def test_every_entry_is_a_message(entry):
 
 def test_every_message_has_an_entry():
     entries = tuple(map(normal, LISTED))
-    assert [message for message in sorted(set(messages())) if not message.startswith(entries)] == []
+    missing = [
+        f"{message} ({path.relative_to(PACKAGE)})"
+        for message, path in sorted(set(messages()))
+        if not message.startswith(entries)
+    ]
+    assert not missing, "add to docs/troubleshooting.md: " + "; ".join(missing)
 
 
 def test_an_entry_without_a_message_would_be_found():

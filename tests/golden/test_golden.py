@@ -1,5 +1,8 @@
 """What is sent, saved and named is what it was; `python -m tests.record_golden` says what has changed."""
 
+import base64
+import json
+
 import pytest
 
 from tests import record_golden, releases
@@ -69,6 +72,19 @@ def test_the_files_have_exactly_these_entries():
     assert list(record_golden.read("parameters")) == TRAJECTORIES
     assert list(record_golden.read("states")) == STATES
     assert len(TRAJECTORIES) == 10
+
+
+def test_a_saved_state_of_an_earlier_run_is_told(monkeypatch, capsys):
+    case = next(case for case in STATES if case.startswith("SGD"))
+    monkeypatch.setattr(record_golden, "STATES", [case])
+    for is_changed in (False, True):
+        saved = json.loads(json.dumps(run(case)[2]))
+        if is_changed:
+            saved["rank 0"]["params 0"] = {"float32 3x6": base64.b64encode(bytes(72)).decode()}
+        monkeypatch.setattr(record_golden, "read", lambda _, saved=saved: {case: {"saved": saved}})
+        assert record_golden._states()[case]["saved"] == saved
+        told = f"states: {case}: `saved` is of an earlier run; delete its entry if it was never released\n"
+        assert capsys.readouterr().out == told * is_changed
 
 
 def test_jobs_pass_through_exact_and_compressed_stages():

@@ -17,6 +17,7 @@ import qcomp.torch
 from qcomp.comm import LocalCommunicator, run_local
 from qcomp.core.optimizers.unused import stages_of_used
 from qcomp.torch import AveragingOptimizer
+from qcomp.torch.optimizer import arguments
 from tests.torch_face.every import FACES, FREEZE, SIGN, SMALL, settings_of
 
 RULE = qcomp.VarianceStable()
@@ -284,12 +285,23 @@ QUICK = ("LambdaLR", "CyclicLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlatea
 """A scheduler of each kind: of the rate, of betas too, chained, and driven by the loss."""
 
 
+LIKE_ONE_BIT_ADAM = {"OneBitLamb", "QAdam", "ZeroOneAdam"}
+"""Optimizers whose groups have the same settings as those of OneBitAdam."""
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "scheduler",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SCHEDULERS],
 )
-@pytest.mark.parametrize("name", ["OneBitAdam", pytest.param("CompressedSGD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "OneBitAdam" else pytest.mark.slow)
+        for name in FACES
+        if name not in {*LIKE_ONE_BIT_ADAM, "Muon"}  # a test above changes the momentum of Muon
+    ],
+)
 def test_every_scheduler_changes_what_the_steps_use(name, scheduler):
     """Each step equals that of an optimizer made with the values of that moment, from the same state."""
     comm = LocalCommunicator.alone()
@@ -466,6 +478,8 @@ def test_every_setting_of_the_core_exists_and_takes_effect(name):
     other = OTHER | ({"nesterov": False} if name == "Muon" else {})
     of_ranks = {"params", "lr", "comm", "model", "init_sync"}
     assert of_face.keys() - of_ranks == of_core.keys() - instead - fixed
+    of_groups = {"betas", "eps", "momentum"} & of_core.keys()
+    assert of_groups <= {*getattr(qcomp.torch, name).shared}, "shared lacks settings that groups may change"
     for setting in of_face.keys() - of_ranks - {"stacks"}:  # this model has no stack
         assert setting == "compressor" or of_face[setting].default == of_core[setting]
         params, comm = model_of(0).parameters(), LocalCommunicator.alone()
@@ -476,6 +490,17 @@ def test_every_setting_of_the_core_exists_and_takes_effect(name):
         reached = optimizer._settings.optimizer(optimizer.param_groups, 0)
         assert getattr(reached, setting) == other[setting] != of_core[setting]
         assert plain._settings.optimizer(plain.param_groups, 0).compressor == of_core["compressor"]
+
+
+def test_shared_names_only_arguments():
+    class Forgetful(AveragingOptimizer):
+        def __init__(self, params, lr=0.1, *, momentum=0.9, comm=None, model=None, init_sync=True):
+            super().__init__(**arguments(qcomp.CompressedSGD, locals()))
+
+    with pytest.raises(
+        TypeError, match=r"Forgetful\.shared has \['betas', 'eps'\], which are no arguments of"
+    ):
+        Forgetful(model_of(0).parameters())
 
 
 # --- behaviour of a torch optimizer -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 import qcomp
 import qcomp.torch
 from qcomp.core.variance.rules import FreezeAt
+from tests.torch_face.every import FACES
 
 OTHER_VALUES = {
     "exact": None,
@@ -29,9 +30,7 @@ OTHER_VALUES = {
 """A value other than the default for each setting."""
 
 
-@pytest.mark.parametrize(
-    "name", ["CompressedSGD", "OneBitAdam", "QAdam", "OneBitLamb", "ZeroOneAdam", "Muon"]
-)
+@pytest.mark.parametrize("name", FACES)
 def test_every_setting_reaches_the_core(name):
     kind = getattr(qcomp.torch, name)
     taken = inspect.signature(kind).parameters

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.torch_face.every import FACES
+
 pytest.importorskip("torch")
 
 HEAD = """
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import qcomp
 import qcomp.torch
 from qcomp.integrations import ddp
+from tests.torch_face.every import FACES
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "the variance is frozen after|the variance of .* no longer fits")
@@ -31,6 +34,8 @@ OF = {
     "QAdam": COMMON | {"compressor": qcomp.MinMaxUInt8(64), "variance_steps": None},
     "ZeroOneAdam": COMMON,
 }
+for name, (_, settings) in FACES.items():
+    OF.setdefault(name, {key: value for key, value in settings.items() if key != "lr"} | SMALL)
 
 def wrapped():
     torch.manual_seed(7)
@@ -174,13 +179,7 @@ def alone(name, model, steps):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "ZeroOneAdam",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("CompressedSGD", "Muon", "OneBitAdam", "OneBitLamb", "QAdam")
-        ),
-    ],
+    [pytest.param(name, marks=[] if name == "ZeroOneAdam" else pytest.mark.slow) for name in FACES],
 )
 def test_an_optimizer_may_attach_a_model_between_any_two_steps(said, name):
     """It continues like one made with the model that loads its state, also where ranks have different parameters."""

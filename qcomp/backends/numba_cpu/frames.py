@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,21 +43,22 @@ from qcomp.core.compressors.qsgd import WideQSGD
 from qcomp.core.mean.framing import Frame
 from qcomp.core.traits import AnyCompressor
 
+_KERNELS: dict[type, Callable[[Any], CompressorKernels]] = {
+    Identity: lambda _: identity_kernels(),
+    ScaledSign: lambda c: sign_kernels(c.bucket_size, c.scale),
+    MinMaxUInt8: lambda c: minmax_kernels(c.bucket_size),
+    LloydMax: lambda c: lloyd_max_kernels(c.bits, c.bucket_size),
+    TopK: lambda c: topk_kernels(c.k, c.bucket_size, c.value_bits),
+}
+"""The kernels of each class without a coder; `_of_inner` has those of QSGD."""
+
 
 def kernels_of(compressor: AnyCompressor) -> CompressorKernels | None:
     """Return the kernels of a compressor, or None if there are none for it. Kernels are cached."""
-    c, kind = compressor, type(compressor)  # by exact type: a subclass may compress in another way
-    if kind is Identity:
-        return identity_kernels()
-    if isinstance(c, ScaledSign) and kind is ScaledSign:
-        return sign_kernels(c.bucket_size, c.scale)
-    if isinstance(c, MinMaxUInt8) and kind is MinMaxUInt8:
-        return minmax_kernels(c.bucket_size)
-    if isinstance(c, LloydMax) and kind is LloydMax and c.coder is None:
-        return lloyd_max_kernels(c.bits, c.bucket_size)
-    if isinstance(c, TopK) and kind is TopK and c.coder is None:
-        return topk_kernels(c.k, c.bucket_size, c.value_bits)
-    return _of_inner(c)
+    make = _KERNELS.get(type(compressor))  # by exact type: a subclass may compress in another way
+    if make is not None and compressor.coder is None:
+        return make(compressor)
+    return _of_inner(compressor)
 
 
 def _of_inner(c: AnyCompressor) -> CompressorKernels | None:

@@ -22,6 +22,7 @@ import torch
 
 import qcomp
 import qcomp.torch
+from tests.torch_face.every import FACES
 
 # Tests that write their own expectations need it; none here does.
 sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))  # type: ignore[arg-type]
@@ -57,7 +58,7 @@ def infos():
     }
     return [
         _info(name, torchs["SGD" if "SGD" in name else "Adam"], more.get(name, [compressed, one_element]))
-        for name in ("CompressedSGD", "Muon", "OneBitAdam", "OneBitLamb", "QAdam", "ZeroOneAdam")
+        for name in FACES
     ]
 
 
