@@ -1,6 +1,7 @@
 """`check_kernels`: checks whether a kernel set returns the same bytes as the pure version."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -113,6 +114,8 @@ _KEYS = (
 """Keys with high bits in every part, and with buckets whose lane numbers exceed 32 bits."""
 
 _LAYOUTS = ("strided", "offset", "backwards")
+_LONG_CALLS = 12
+"""Calls with long vectors, in several threads. In fewer calls, threads may miss each other."""
 
 
 def check_kernels(
@@ -131,8 +134,8 @@ def check_kernels(
     tensors: messages and their decompressed contents. For PowerSGD: the product of two factors, and a matrix minus this
     product. Sizes are chosen so that tails and padding matter. Values include zeros, subnormals, ties and huge
     magnitudes. The dtypes are all dtypes that are computed in float32, and float64 if the kernel set takes it. A vector
-    that the pure version refuses must be refused, and a donated residual must then be unchanged. Two threads must not
-    disturb each other.
+    that the pure version refuses must be refused, and a donated residual must then be unchanged. Calls of several
+    threads must not disturb each other.
 
     Parameters
     ----------
@@ -462,9 +465,10 @@ def _several(compressor: Compressor, x: Any, residual: Any) -> list[Any]:
 
 
 def _check_threads(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:
-    """Check that calls in two threads at the same time share no scratch memory, for one compressor of each class.
+    """Check that calls in several threads at the same time share no scratch memory, for one compressor of each class.
 
-    Between lines of the author's code, another thread makes a complete call.
+    Between lines of the author's code, another thread makes a complete call. Compiled code cannot be interrupted so:
+    there, threads compress long vectors at the same time.
     """
     files = FilesOfAuthor(type(kernels))
     for compressor in {type(c): c for c in compressors}.values():
@@ -484,6 +488,23 @@ def _check_threads(kernels: KernelSet, xp: Namespace, compressors: Sequence[Comp
         assert all(of_other == expected_other for of_other in others), (
             f"with {compressor}, a call during another thread's call has another result"
         )
+        _check_long_calls(kernels, xp, compressor)
+
+
+def _check_long_calls(kernels: KernelSet, xp: Namespace, compressor: Compressor) -> None:
+    """Check calls with long vectors of four threads at the same time, which compiled code may share between threads."""
+    long = [[to_library(xp, vector("gaussian", LONG[-1], 2 * i + j)) for j in range(2)] for i in range(2)]
+
+    def call(number: int, kernels: KernelSet | None = kernels) -> list[bytes]:
+        with use_kernels(kernels):
+            return [to_numpy(part).tobytes() for part in _several(compressor, *long[number % 2])]
+
+    expected = [call(number, None) for number in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        for number, got in enumerate(pool.map(call, range(_LONG_CALLS))):
+            assert got == expected[number % 2], (
+                f"with {compressor}, calls with long vectors in several threads differ from the pure version"
+            )
 
 
 def _check_environments(kernels: KernelSet, xp: Namespace, compressors: Sequence[Compressor]) -> None:

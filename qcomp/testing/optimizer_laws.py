@@ -306,6 +306,25 @@ def over_a_communicator(case: OptimizerCase) -> None:
     require_same(found, expected, "after 4 steps over a communicator")
 
 
+def keeps_new_residuals(case: OptimizerCase) -> None:
+    """`apply` takes the residuals that the exchange returned into the state, perhaps converted, as Muon does.
+
+    Old residuals or zeros would lose what was not sent.
+    """
+    for job in case.whole_run[:-1]:
+        step = job.states[0].step
+        asked = [case.optimizer.prepare(g, s) for g, s in zip(job.grads(step), job.states, strict=True)]
+        means = lockstep([average.stages() for average in asked])
+        for rank, (p, m, state) in enumerate(zip(job.params, means, job.states, strict=True)):
+            _, after = case.optimizer.apply(p, m, state)
+            residuals = ((*s.worker, *s.server) for s in (state.exchange, m.exchange, after.exchange))
+            for old, new, kept in zip(*residuals, strict=True):
+                converted = bytes_of(kept) != bytes_of(old) and np.any(to_numpy(kept))
+                assert bytes_of(kept) == bytes_of(new) or converted, (
+                    f"step {step} of rank {rank} loses the residuals in means.exchange"
+                )
+
+
 def weights_scale_gradients(case: OptimizerCase) -> None:
     """With a weight, `step` returns the same as for gradients times N w / (w_1 + ... + w_N)."""
     factors, size = (1.5, 0.5), 2

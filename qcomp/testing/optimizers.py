@@ -29,10 +29,12 @@ _LAWS: tuple[tuple[_Law, ...], ...] = (
         optimizer_laws.refusals_are_shared,
         optimizer_laws.starts_alike,
         optimizer_laws.over_a_communicator,
+        optimizer_laws.keeps_new_residuals,
         optimizer_laws.weights_scale_gradients,
         setting_laws.rates_scale_the_step,
         setting_laws.schedules_count_completed_steps,
         setting_laws.groups_select_by_name,
+        setting_laws.switches_act,
         setting_laws.weight_decay_shrinks,
         setting_laws.clipping_scales_gradients,
         setting_laws.gradients_are_averaged,
@@ -51,9 +53,10 @@ def check_optimizer(optimizer: Optimizer, xp: Namespace = np) -> None:
     All ranks hold the same after each of twelve steps. Arguments are not written to. A job that is saved after any step
     goes on with the same bits, even in another process. On more or fewer ranks it resumes with the same mean moments
     and residuals, or every rank refuses to load it. A non-finite gradient stops all ranks and changes nothing. Ranks
-    that were not started alike raise. Donation changes nothing. SGD adds later what compression has lost. The shared
-    settings (rate and schedule, groups, weight decay, clipping, seed) have the effects that `qcomp.Optimizer`
-    describes.
+    that were not started alike raise. Donation changes nothing. Steps keep the residuals that exchanges return, and SGD
+    adds later what compression has lost. The shared settings (rate and schedule, groups, weight decay, clipping, seed)
+    have the effects that `qcomp.Optimizer` describes. Boolean settings such as ``nesterov`` have an effect, or are
+    refused.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """The laws of an optimizer's settings, each a function that raises AssertionError if a case breaks it."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -107,6 +107,19 @@ def groups_select_by_name(case: OptimizerCase) -> None:
         rests = name.startswith("layer.") or 0 in shape
         assert (before == after) == rests, (
             f"with a group for 'layer.*' of learning_rate_factor 0, {name!r} {'moves' if rests else 'does not move'}"
+        )
+
+
+def switches_act(case: OptimizerCase) -> None:
+    """A boolean setting of qcomp's optimizers, such as ``nesterov``, changes the parameters, or is refused."""
+    decayed = case.having(weight_decay=0.5) or case
+    bases = [base for base in type(case.optimizer).__mro__ if base.__module__.startswith("qcomp.")]
+    names = {field.name for base in bases if is_dataclass(base) for field in fields(base)}
+    for name in sorted(names):
+        value = getattr(case.optimizer, name)
+        other = decayed.having(**{name: not value}) if isinstance(value, bool) else None
+        assert other is None or _first_difference(decayed, other)[1] is not None, (
+            f"{name}={not value} changes nothing; raise ValueError for settings that apply does not obey"
         )
 
 

@@ -23,7 +23,7 @@ def check_topology(topology: Topology, xp: Namespace = np, *, thorough: bool = F
     topology uses nodes. All ranks request the same exchanges and hold the same means. The sum identity holds, in
     float64 and in float32. Arguments and earlier results are not written to. Each hop has its own draws. A refusal
     reaches all ranks. Damaged messages are noticed. Rounds, coders, donation and communicators do not change results.
-    The cost is a sensible number, and counts the bytes that ranks send.
+    The cost is a sensible number, counts the bytes that ranks send, and has enough seconds on the wire for them.
 
     Parameters
     ----------

@@ -337,7 +337,10 @@ def sends_what_fits(world: Peers) -> None:
 
 
 def costs_make_sense(world: Peers) -> None:
-    """The topology's cost is finite and not negative, and does not fall as vectors grow or links become slower."""
+    """The topology's cost is finite and not negative, and does not fall as vectors grow or links become slower.
+
+    If each node has one rank, the seconds on the wire suffice for the bytes that a rank sends.
+    """
     resolved = topology(world.topology)
     per_node = world.size // len(set(world.nodes)) if world.size % len(set(world.nodes)) == 0 else 1
 
@@ -346,6 +349,9 @@ def costs_make_sense(world: Peers) -> None:
         found = resolved.cost(load, Cluster(world.size, Link(bandwidth, latency), per_node))
         numbers = found.codec, found.wire, found.sent
         assert all(math.isfinite(x) and x >= 0 for x in numbers), f"cost of {elements} elements is {found}"
+        assert per_node > 1 or found.wire >= found.sent / bandwidth, (
+            f"cost of {elements} elements is {found}; {bandwidth:.0f} bytes per second take longer on the wire"
+        )
         return found.codec, found.wire, found.sent
 
     sizes = [cost(elements, 1e9, 1e-5) for elements in (1, 1000, 10**6, 10**8)]

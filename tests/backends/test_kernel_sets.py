@@ -297,9 +297,10 @@ def test_which_compressors_have_kernels(compressor, has_kernels):
     assert (KERNELS.decode(compressor, data, x, out=None, accumulate=False) is not None) == has_kernels
 
 
-def test_compressors_that_check_kernels_tries_have_kernels():
+def test_compressors_that_check_kernels_tries_have_some():
     """Without kernels, it would compare the pure version with itself."""
-    assert [c for c in COMPRESSORS if kernels_of(c) is None] == []
+    without = [c.spec for c in COMPRESSORS if kernels_of(c) is None]
+    assert not without, f"numba_cpu/frames.py returns no kernels for {without}"
 
 
 def test_compressors_that_check_kernels_does_not_try_have_none():

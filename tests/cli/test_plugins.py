@@ -66,7 +66,9 @@ class Gather(extend.Topology):
 
     def cost(self, load, cluster):
         codec = (load.encode + cluster.ranks * load.add) * load.packed
-        return extend.Cost(codec, 0.0, (cluster.ranks - 1) * load.payload)
+        others = cluster.ranks - 1
+        wire = cluster.link.seconds(others * load.payload, ranks=1, messages=others)
+        return extend.Cost(codec, wire, others * load.payload)
 
 
 class Kernels:

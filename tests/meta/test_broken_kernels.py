@@ -405,10 +405,24 @@ class SharesScratch(Whole):
         return super().encode(compressor, working, residual, key, out=None, blend=None)
 
 
+class SharesScratchInsideALine(SharesScratch):
+    """Uses the shared memory in one line, as compiled code does."""
+
+    name = "shares scratch inside a line"
+    scratch = np.empty(1 << 18, dtype=np.float32)
+
+    def encode(self, compressor, x, *args, **options):
+        if x.size > self.scratch.size:
+            return Whole.encode(self, compressor, x, *args, **options)
+        copied = np.positive(x, out=self.scratch[: x.size]).copy()
+        return Whole.encode(self, compressor, copied, *args, **options)
+
+
 BROKEN += [
     pytest.param(kind(), SIGN, id=kind.name)
     for kind in (
         SharesScratch,
+        SharesScratchInsideALine,
         OneBeta,
         ForgetsFactors,
         NoNewBuffer,

@@ -344,6 +344,28 @@ class ForgetsEveryFiveSteps(Whole):
         return new, with_worker_residuals(after, lambda r: 0 * r) if after.step % 5 == 0 else after
 
 
+class SignsThatKeepOldResiduals(Whole):
+    """Moves along signs, so that its moves need not add up to the mean gradients."""
+
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        signs = [p - p.dtype.type(0.1) * np.sign(p - n) for p, n in zip(params, new, strict=True)]
+        return signs, after._replace(exchange=state.exchange)
+
+
+class SignsThatForgetEveryFiveSteps(SignsThatKeepOldResiduals):
+    def apply(self, params, means, state):
+        new, after = super().apply(params, means, state)
+        after = after._replace(exchange=means.exchange)
+        return new, with_worker_residuals(after, lambda r: 0 * r) if after.step % 5 == 0 else after
+
+
+class IgnoresNesterov(Whole):
+    def apply(self, params, means, state):
+        plain = replace(self, nesterov=False)
+        return qcomp.CompressedSGD.apply(plain, params, means, state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompressesNothing(Whole):
     exact: qcomp.ExactBelow = qcomp.ExactBelow(10**6)  # noqa: RUF009 - immutable
@@ -366,6 +388,9 @@ BROKEN = {
     OwesTheOpposite: "nothing_is_lost",
     OwesLess: "nothing_is_lost",
     ForgetsEveryFiveSteps: "nothing_is_lost",
+    SignsThatKeepOldResiduals: "keeps_new_residuals",
+    SignsThatForgetEveryFiveSteps: "keeps_new_residuals",
+    IgnoresNesterov: "switches_act",
     CompressesNothing: "compresses_soon",
     RanksDrift: "ranks_agree",
     ForgetsToCount: "ranks_agree",

@@ -141,6 +141,11 @@ class CostsLessThanNothing(Broken):
         return super().cost(load, cluster)._replace(wire=-1.0)
 
 
+class SendsInNoTime(Broken):
+    def cost(self, load, cluster):
+        return super().cost(load, cluster)._replace(wire=0.0)
+
+
 class ComputesInSingle(Broken):
     def stages(self, call):
         found = yield from super().stages(call)
@@ -336,6 +341,7 @@ BROKEN = {
     RankZeroGathers: {"ranks_agree"},
     EverybodyServesAll: {"residuals_as_laid_out"},
     CostsLessThanNothing: {"costs_make_sense"},
+    SendsInNoTime: {"costs_make_sense"},
     ComputesInSingle: {"sum_identity"},
 }
 

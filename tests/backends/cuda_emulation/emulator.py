@@ -53,7 +53,7 @@ def build(directory, code=None, optimise="-O1"):
         command = [COMPILER, *flags, "-Wno-unknown-pragmas", "-x", "c++", "-", "-o", str(mine)]
         subprocess.run(command, input=code, text=True, check=True, capture_output=True)
         mine.replace(library)
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.PyDLL(str(library))  # keeps the GIL: the emulated device runs one kernel at a time
     loaded.launch.restype = ctypes.c_char_p
     return loaded
 
@@ -63,7 +63,7 @@ class EmulatedRuntime:
 
     Parameters
     ----------
-    library : ctypes.CDLL
+    library : ctypes.PyDLL
         From `build`.
     order : int
         The order in which the threads of a block run between two barriers: 0 forwards, 1 backwards, else shuffled.
