@@ -34,7 +34,7 @@ PROCESSES = 9
 WAYS = {
     "torch": "`qcomp.torch.OneBitAdam`",
     "ddp": "the same with `model=`",
-    "numpy": "`qcomp.OneBitAdam`",
+    "numpy": "`qcomp.OneBitAdam` on one rank",
 }
 SHORT_IMPORT = (
     "import time, numpy\nstart = time.perf_counter()\nimport qcomp\nprint(time.perf_counter() - start)"
@@ -132,7 +132,7 @@ def steps_of(kind: str) -> Iterator[Callable[[], object]]:
     if kind == "numpy":
         opt = qcomp.OneBitAdam(learning_rate=0.01, **settings)
         params = [np.ones(1000, np.float32)]
-        comm = qcomp.comm.world()
+        comm = qcomp.comm.LocalCommunicator.alone()
         state = opt.init(params, comm)
 
         def numpy_step() -> None:
