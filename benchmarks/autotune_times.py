@@ -21,9 +21,9 @@ from network.program import measure_and_write
 ROUNDS = {"100mbit": 7, "1gbit": 21, "10gbit": 41}
 START = """# Autotune
 
-Steps of DistributedDataParallel with AdamW, with every method chosen by hand and with the one that
-`qcomp.planning.Autotune` has chosen among them on that link. Each rank has a network of its own with a limit in each
-direction; all share two cores.
+This page compares steps of DistributedDataParallel with AdamW: with each method chosen by hand, and with the method
+that `qcomp.planning.Autotune` chooses on the same link. Each rank is a [network node](../network/README.md#what-is-measured)
+whose bandwidth is limited in each direction; all ranks share two cores.
 
     sudo python benchmarks/autotune_times.py
 

@@ -114,7 +114,7 @@ class _OnAxis:
         self.axis_name = axis_name
 
     def on_axis(self, stages: Callable[[Call], Stages[Averaged]], call: Call) -> Stages[Averaged]:
-        """Run stages with this device's draws, and drop verdicts: means are NaN if any device has refused."""
+        """Run stages with this device's draws, without verdicts: means are NaN if any device refuses its values."""
         averaged = yield from stages(
             call._replace(key=call.key._replace(rank=jax.lax.axis_index(self.axis_name)))
         )

@@ -1,4 +1,4 @@
-"""The common part of all checks: laws, which run group by group, and a report of the broken laws."""
+"""What all checks of `qcomp.testing` share: laws that run group by group, and a report of the broken laws."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

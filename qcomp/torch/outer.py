@@ -84,10 +84,10 @@ class OuterLoop:
     ValueError
         If a parameter has no values yet, or shares memory with another; if an optimizer has parameters that ``model``
         does not have, or has a loop already; or if ``inner_state`` does not fit the optimizers or the loop. On every
-        rank, if the model or an optimizer of qcomp averages over all these ranks in every step. From a step, before it
-        changes anything: if since the loop was made an optimizer has received other parameters, the model has got other
-        tensors, or a parameter has begun to require a gradient; or, on every rank, if a state that ``inner_state``
-        names is due and no optimizer has it.
+        rank, if the model or an optimizer of qcomp averages over all these ranks in every step. A step raises it before
+        it changes anything: if, after the loop was made, an optimizer received other parameters, the model got other
+        tensors, or a parameter began to require a gradient; or, on every rank, if a state that ``inner_state`` names is
+        due and no optimizer has it.
     MismatchError
         On every rank, if the ranks differ in settings, or with ``init_sync=False`` in parameters; or from a step that
         makes buffers equal, if these differ in name, shape or dtype.

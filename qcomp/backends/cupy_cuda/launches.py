@@ -216,7 +216,7 @@ class _Codec(NamedTuple):
     decoder: Scalars
 
     def code_bytes(self, size: int) -> int:
-        """Return the bytes of the packed codes."""
+        """Return how many bytes the packed codes take."""
         return padded_size(size, self.inner.traits.bucket_size) * self.inner.bits // 8
 
 

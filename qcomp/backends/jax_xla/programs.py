@@ -1,4 +1,4 @@
-"""The pure encoder and decoder as compiled programs, which are cached."""
+"""The encoders and decoders of compressors, in their pure version, compiled by XLA into programs that are cached."""
 
 from __future__ import annotations
 

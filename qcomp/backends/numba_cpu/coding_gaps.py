@@ -1,4 +1,4 @@
-"""Compiled loops of `qcomp.core.coding.gaps`, the code for the elements that a sparse compressor keeps."""
+"""Compiled loops of `qcomp.core.coding.gaps`, which codes the elements that a sparse compressor keeps."""
 
 from __future__ import annotations
 

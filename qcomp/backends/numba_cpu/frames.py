@@ -1,4 +1,4 @@
-"""What the numba kernels need to know about the frames of messages, as tables that are made once for many steps."""
+"""Tables that tell the numba kernels where the segments of messages lie; they are made once for many steps."""
 
 from __future__ import annotations
 

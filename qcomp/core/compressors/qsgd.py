@@ -48,8 +48,8 @@ class QSGD(BucketedCompressor):
     -----
     E ||C(v) - v||^2 is exactly step^2 * sum_i p_i (1 - p_i), where p_i is the fractional part of |v_i| / step. Sends
     bits + 32 / bucket_size bits per element. A coder adds at most one byte in total to this, since codes that it would
-    not shorten are sent unchanged. A coder loses nothing; a compiler cannot trace it. Source: Alistarh et al., NeurIPS
-    2017, section 3.1.
+    not shorten are sent unchanged. A coder is lossless. It runs on the host, so `jax.jit` cannot trace it. Source:
+    Alistarh et al., NeurIPS 2017, section 3.1.
 
     Examples
     --------

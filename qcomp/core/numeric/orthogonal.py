@@ -66,9 +66,9 @@ def orthogonalize(
     Returns
     -------
     array of the dtype of the matrix products, shape (..., rows, columns)
-        factor U p(...p(S / max(|x|_F, eps))) V^T for x = U S V^T, with p as in `COEFFICIENTS`, applied ``iterations``
-        times. After five iterations, singular values from .0018 |x|_F on lie between .68 and 1.21 times the factor.
-        Smaller singular values end below this range, and zero stays zero.
+        factor * U p(...p(S / max(|x|_F, eps))) V^T, where x = U S V^T, and p, as in `COEFFICIENTS`, is applied
+        ``iterations`` times. After five iterations, singular values from .0018 |x|_F on lie between .68 and 1.21 times
+        the factor. Smaller singular values end below this range, and zero stays zero.
 
     Notes
     -----

@@ -54,7 +54,7 @@ def put(
 
 
 def _compressed(state: OptimizerState, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the places of those members that are compressed among all compressed tensors."""
+    """Return the places of the compressed members in the list of all compressed tensors."""
     numbers = [i for i, exact in enumerate(state.exact) if not exact]
     return tuple(numbers.index(i) for i in members if not state.exact[i])
 

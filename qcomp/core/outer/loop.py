@@ -440,7 +440,7 @@ class OuterLoop(OuterSettings):
     def depart(
         self, fragment: int, tensors: Sequence[Array], state: OptimizerState, factor: float
     ) -> OptimizerState:
-        """Return the state in which a fragment's outer gradients are under way, for callers that call `exchange`.
+        """Return the state in which a fragment's outer gradients are under way; `exchange` then averages them.
 
         Parameters
         ----------
