@@ -22,8 +22,9 @@ ROUNDS = {"100mbit": 7, "1gbit": 21, "10gbit": 41}
 START = """# Autotune
 
 This page compares steps of DistributedDataParallel with AdamW: with each method chosen by hand, and with the method
-that `qcomp.planning.Autotune` chooses on the same link. Each rank is a [network node](../network/README.md#what-is-measured)
-whose bandwidth is limited in each direction; all ranks share two cores.
+that `qcomp.planning.Autotune` chooses on the same link. Each rank is a
+[network node](../network/README.md#what-is-measured) whose bandwidth is limited in each direction; all ranks share two
+cores.
 
     sudo python benchmarks/autotune_times.py
 
