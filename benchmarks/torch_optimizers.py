@@ -90,7 +90,7 @@ def main() -> None:
 def measured(ranks: int, models: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """Return the results of rank 0 in a world of so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]  # not exported by name
         spawn(run_rank, (ranks, folder, models, rounds), nprocs=ranks)
         found: list[dict[str, Any]] = json.loads((Path(folder) / "rows.json").read_text())
     return found

@@ -123,7 +123,7 @@ def replica_main(face: str, name: str, lighthouse: str, node: Node, path: Path) 
     node.enter()
     warnings.simplefilter("ignore")
     logging.disable()
-    BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign]
+    BaseHTTPRequestHandler.log_message = lambda *_: None  # type: ignore[method-assign]  # silences it
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())
     store = TCPStore(node.address, 0, is_master=True, wait_for_workers=False)

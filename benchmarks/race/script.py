@@ -47,7 +47,7 @@ def changed(script: str) -> str:
         If a line is missing, because this version of nanoGPT is another one.
     """
     for line, other in CHANGES:
-        script, found = re.subn(line, lambda _, other=other: other, script)  # type: ignore[misc]
+        script, found = re.subn(line, lambda _, other=other: other, script)  # type: ignore[misc]  # a lambda's default
         if found != 1:
             raise ValueError(
                 f"train.py has {found} lines like {line!r}; expected 1, as at the commit on the page"

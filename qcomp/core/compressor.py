@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from qcomp.core import primitives
 from qcomp.core.errors import PayloadError
@@ -211,7 +211,7 @@ class Compressor(ABC):
         own.require_own(payload, like, "like")
         if out is not None:
             require_like(out, like)
-        return primitives.decode(own, payload, like, out=out)  # type: ignore[return-value]  # of the library of like, see Kind
+        return cast("Kind", primitives.decode(own, payload, like, out=out))
 
     def add(self, payload: Payload, total: Kind) -> Kind:
         """Return ``total`` plus the decompressed payload; ``total`` is overwritten if it is mutable.
@@ -226,7 +226,7 @@ class Compressor(ABC):
         require_dense(total, "total")
         own = self.for_shape(tuple(total.shape))
         own.require_own(payload, total, "total")
-        return primitives.decode(own, payload, total, out=total, accumulate=True)  # type: ignore[return-value]  # of the library of like, see Kind
+        return cast("Kind", primitives.decode(own, payload, total, out=total, accumulate=True))
 
     def require_own(self, payload: Payload, like: Array, argument: str) -> None:
         """Raise `PayloadError` unless this compressor makes such payloads from arrays like ``like``.

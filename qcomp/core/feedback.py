@@ -1,5 +1,7 @@
 """Error feedback: adds to the next vector what compression lost, so that nothing is lost for good."""
 
+from typing import cast
+
 from qcomp.core import primitives
 from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import (
@@ -89,7 +91,7 @@ def compensated(
     (x,) = detached([x])
     encoded = primitives.encode(compressor, x, residual, key, out=out)
     primitives.require_accepted(compressor, encoded)
-    return compressor.payload(x, encoded.data), encoded.residual  # type: ignore[return-value]  # of the library of like, see Kind
+    return compressor.payload(x, encoded.data), cast("Kind", encoded.residual)
 
 
 def require_contraction(compressor: Compressor) -> None:

@@ -3,6 +3,7 @@
 The counterexamples of sign descent without feedback are in tests/optimizers/test_convergence.py.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,11 @@ class TestExplodingResidual:
 
     C = RandK(4, 16)
 
+    @staticmethod
+    def draw(value: int, _key: Any, _block: Any) -> int:
+        """Return the same value for all elements."""
+        return value
+
     def expected_growth(self, c) -> list[float]:
         e0 = np.random.default_rng(0).standard_normal(16)
         squares: list[list[Any]] = [[], []]
@@ -64,7 +70,7 @@ class TestExplodingResidual:
             for second in range(4):
                 e = e0
                 for step, number in enumerate((first, second)):
-                    with replace_draws(lambda _key, _block, number=number: number * 16384):  # type: ignore[misc]
+                    with replace_draws(partial(self.draw, number * 16384)):
                         _, e = compensated(c, np.zeros(16), e, key=Key())
                     squares[step].append(np.sum(e**2))
         return [float(np.mean(s) / np.sum(e0**2)) for s in squares]

@@ -4,6 +4,8 @@ Each function returns how many times a rank died, left or joined.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from qcomp.elastic import ElasticState
 from qcomp.testing import Death, lockstep, until_death
@@ -18,7 +20,7 @@ def die_in_steps(job: World, steps: int, moments: Sequence[int]) -> int:
     cases = mixed = 0
     for step in moments:
         helds = run[step]
-        for death, results in kills(lambda h=helds: job.steps(h), job.size, all_reaches=True):  # type: ignore[misc]
+        for death, results in kills(partial(job.steps, helds), job.size, all_reaches=True):
             left = left_with(helds, results, death.rank)
             mixed += len({held.state.step for held in left}) > 1
             common = min(held.history[-1].label for held in left)
@@ -40,17 +42,14 @@ def leave(job: World, steps: int, moments: Sequence[int]) -> int:
     for step in moments:
         helds = whole_run(job, steps)[step]
         for leaving in range(job.size):
-            shared = lockstep([job.elastic.share_stages(held) for held in helds])
+            shared = lockstep(_shares_of(job, helds))
             again, report = job.resume(without(shared, leaving), without(job.hosts, leaving))
             assert (report["restored_ranks"], report["dropped_ranks"], report["repeated_steps"]) == (1, 0, 0)
             require_owed(job, [h.state for h in helds], [h.state for h in again], [])
             job.go_on(again)
             cases += 1
-        for death, results in kills(
-            lambda h=helds: [job.elastic.share_stages(held) for held in h],  # type: ignore[misc]
-            job.size,
-            all_reaches=True,
-        ):
+        shares = partial(_shares_of, job, helds)
+        for death, results in kills(shares, job.size, all_reaches=True):
             left = left_with(helds, results, death.rank)
             again, report = job.resume(left, without(job.hosts, death.rank))
             whole = all(r is None or isinstance(r, ElasticState) for r in results)
@@ -75,7 +74,7 @@ def join(job: World, steps: int, moments: Sequence[int]) -> int:
         require_owed(job, [h.state for h in helds], [h.state for h in again], [])
         job.go_on(again)
         cases += 1
-        for death, results in kills(lambda j=joined, h=hosts: job.resumes(j, h), len(joined), first=step):  # type: ignore[misc]
+        for death, results in kills(partial(job.resumes, joined, hosts), len(joined), first=step):
             left = left_with(joined, results, death.rank)
             again, report = job.resume(left, without(hosts, death.rank))
             went_on = all(not isinstance(result, Exception) for result in results)
@@ -103,7 +102,7 @@ def die_in_resumes(job: World, steps: int, moments: Sequence[int]) -> int:
             if isinstance(results[0], ElasticState) and results[gone] is None:
                 first = left_with(helds, results, gone)
                 assert [held.state.step for held in first] == [step + 1, step, step]
-        for death, results in kills(lambda f=first, r=rest: job.resumes(f, r), 3, first=step):  # type: ignore[misc]
+        for death, results in kills(partial(job.resumes, first, rest), 3, first=step):
             if in_groups and death.rank == 2:
                 continue  # one machine is left: `test_one_machine_is_left_of_a_hierarchy`
             left = left_with(first, results, death.rank)
@@ -117,3 +116,8 @@ def die_in_resumes(job: World, steps: int, moments: Sequence[int]) -> int:
             job.go_on(again, 1)
             cases += 1
     return cases
+
+
+def _shares_of(job: World, helds: Sequence[ElasticState]) -> list[Any]:
+    """Return the stages in which each rank shares what it owes."""
+    return [job.elastic.share_stages(held) for held in helds]

@@ -25,7 +25,7 @@ def of_others(x: "torch.Tensor", parameter: "torch.nn.Parameter", y: "jax.Array"
 
 
 def refused(name: str, numbers: list[float]) -> list[Array]:
-    return [name, numbers, 1.0, None]  # type: ignore[list-item]
+    return [name, numbers, 1.0, None]  # type: ignore[list-item]  # wrong on purpose
 
 
 def of_no_array(x: Array) -> Array:
@@ -36,8 +36,8 @@ def written_to(x: Array) -> Mutable:
     if is_mutable(x):
         x[0] = 1
         return x
-    x[0] = 1  # type: ignore[index]
-    return x  # type: ignore[return-value]
+    x[0] = 1  # type: ignore[index]  # wrong on purpose
+    return x  # type: ignore[return-value]  # wrong on purpose
 
 
 def computed(x: Array) -> Array:

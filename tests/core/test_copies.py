@@ -261,7 +261,7 @@ def keep_twice(comm: Any, root: Path) -> None:
     copies = Copies(comm, every=1, folder=root / comm.host, job="job")
     copies._comm = Cut(comm)
     for step in (1, 2):
-        copies.keep(step, lambda file, step=step: file.write(b"%d of %d" % (step, comm.rank)))  # type: ignore[misc]
+        copies.keep(step, lambda file, step=step: file.write(b"%d of %d" % (step, comm.rank)))  # type: ignore[misc]  # a lambda's default
 
 
 class TestAnyRankMayDie:
@@ -375,7 +375,7 @@ class TestAnyRankMayDie:
                 params = [p - move for p, move in zip(params, jobs.moves(comm.rank, step), strict=True)]
                 params, state = loop.step(params, state, comm)
                 saved = loop.state_dict(params, state)
-                copies.keep(step + 1, lambda file, saved=saved: np.savez(file, **saved))  # type: ignore[misc]
+                copies.keep(step + 1, lambda file, saved=saved: np.savez(file, **saved))  # type: ignore[misc]  # a lambda's default
             return [p.tobytes() for p in params]
 
         run_local(2, lambda comm: rank_main(comm, tmp_path / "cut", 11))
@@ -752,7 +752,7 @@ class TestAllRanksRaise:
 
     def test_for_a_state_that_cannot_be_written(self, tmp_path):
         def wrong(comm: Any, copies: Copies) -> None:
-            copies.keep(2, lambda file: file.write("text" if comm.rank == 1 else b"2"))  # type: ignore[arg-type]
+            copies.keep(2, lambda file: file.write("text" if comm.rank == 1 else b"2"))  # type: ignore[arg-type]  # wrong on purpose
 
         errors, between = self.keeping(tmp_path, wrong)
         assert [type(error) for error in errors] == [qcomp.MismatchError, TypeError, qcomp.MismatchError]

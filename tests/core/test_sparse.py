@@ -167,13 +167,13 @@ class TestRandK:
     [
         (lambda: TopK(0, 8), "k is 0; expected an integer from 1 to 8, the bucket_size"),
         (lambda: TopK(9, 8), "k is 9; expected an integer from 1 to 8"),
-        (lambda: TopK(2.0, 8), "k is 2.0; expected an integer"),  # type: ignore[arg-type]
+        (lambda: TopK(2.0, 8), "k is 2.0; expected an integer"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: TopK(2, 100), "bucket_size is 100; expected a power of two"),
         (lambda: TopK(2, 1 << 17), "bucket_size is 131072; expected at most 65536"),
         (lambda: RandK(3, 8), "k is 3; expected a power of two"),
         (lambda: RandK(16, 8), "k is 16; expected an integer from 1 to 8"),
         (lambda: RandK(8, 8, 1), "value_bits is 1; expected an integer from 2 to 8, or 32"),
-        (lambda: RandK(8, 8, 2.0), "value_bits is 2.0; expected an integer"),  # type: ignore[arg-type]
+        (lambda: RandK(8, 8, 2.0), "value_bits is 2.0; expected an integer"),  # type: ignore[arg-type]  # wrong on purpose
     ],
 )
 def test_bad_parameters_are_named(make, message):

@@ -185,16 +185,16 @@ def _torch(name: str, steps: int, **settings: Any) -> Target:
 
 TARGETS: dict[str, Callable[[], Target]] = {
     **{
-        f"{name}, after {steps} steps": lambda opt=entry.opt, steps=steps: _own(opt, 1, steps)  # type: ignore[misc]
+        f"{name}, after {steps} steps": lambda opt=entry.opt, steps=steps: _own(opt, 1, steps)  # type: ignore[misc]  # a lambda's default
         for name, entry in EVERY.items()
         for steps in ((1,) if len(entry.stages) == 1 else (1, 4, 6))
     },
     **{
-        f"{name}, of 2 ranks": lambda opt=EVERY[name].opt: _own(opt, 2, 6)  # type: ignore[misc]
+        f"{name}, of 2 ranks": lambda opt=EVERY[name].opt: _own(opt, 2, 6)  # type: ignore[misc]  # a lambda's default
         for name in ("1-bit", "0/1", "SGD, automatic", "SGD, PowerSGD", "EF21", "Muon")
     },
     **{
-        f"{name}, of {old} ranks on {new}": lambda opt=EVERY[name].opt, old=old, new=new: _regrouped(  # type: ignore[misc]
+        f"{name}, of {old} ranks on {new}": lambda opt=EVERY[name].opt, old=old, new=new: _regrouped(  # type: ignore[misc]  # a lambda's default
             opt, old, new, 6
         )
         for name in ("1-bit", "1-bit, watched", "1-bit, ring", "0/1", "SGD, PowerSGD", "Muon")
@@ -205,7 +205,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "1-bit, watched, in a re-warm": lambda: _in_stage(EVERY["1-bit, watched"].opt, "rewarm"),
     **(
         {
-            f"torch, {name}, after {steps} steps": lambda name=name, steps=steps, settings=settings: _torch(  # type: ignore[misc]
+            f"torch, {name}, after {steps} steps": lambda name=name, steps=steps, settings=settings: _torch(  # type: ignore[misc]  # a lambda's default
                 name, steps, **settings
             )
             for name, settings in {

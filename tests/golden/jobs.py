@@ -131,7 +131,7 @@ def _steps(maker: Any, params: Any, states: Any, steps: range) -> tuple[Texts, T
         stage = states[0].stage
         sent: list[list[tuple[str, str, str]]] = [[] for _ in states]
         stages = [
-            watched(_step(maker, p, state, step), lambda request, own=own: own.append(_seen(request)))  # type: ignore[misc]
+            watched(_step(maker, p, state, step), lambda request, own=own: own.append(_seen(request)))  # type: ignore[misc]  # a lambda's default
             for p, state, own in zip(params, states, sent, strict=True)
         ]
         params, states = zip(*lockstep(stages), strict=True)

@@ -336,7 +336,7 @@ class TestFreeze:
     def freezes_at(rule: VarianceStable, norms, beta2: float) -> int | None:
         history: tuple[float, ...] = ()
         for step, value in enumerate(norms, 1):
-            verdict = rule.observe(step, lambda value=value: value, history, beta2)  # type: ignore[misc]
+            verdict = rule.observe(step, lambda value=value: value, history, beta2)  # type: ignore[misc]  # a lambda's default
             history = verdict.history
             if verdict.frozen:
                 return step

@@ -147,8 +147,8 @@ class TestArguments:
         [
             (lambda: qcomp.Averaging(topology="no_topology"), ValueError, "topology is 'no_topology'"),
             (lambda: sgd(averaging="ring"), TypeError, r"averaging is 'ring'; expected a qcomp.Averaging"),
-            (lambda: qcomp.Adam(learning_rate=0.1, topology="ring"), TypeError, "unexpected keyword"),  # type: ignore[call-arg]
-            (lambda: qcomp.EF21SGD(learning_rate=0.1, feedback=False), TypeError, "unexpected keyword"),  # type: ignore[call-arg]
+            (lambda: qcomp.Adam(learning_rate=0.1, topology="ring"), TypeError, "unexpected keyword"),  # type: ignore[call-arg]  # wrong on purpose
+            (lambda: qcomp.EF21SGD(learning_rate=0.1, feedback=False), TypeError, "unexpected keyword"),  # type: ignore[call-arg]  # wrong on purpose
         ],
     )
     def test_bad_averaging_settings(self, make, error, message):

@@ -231,7 +231,7 @@ MISSING = [
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", of_torch.fsdp_state_of),
     ("builtins.object", "_fsdp_param_group", lambda: of_torch.averages_over_replicas(object())),
     ("builtins.object", "_fsdp_param_group", lambda: of_torch.has_gradients(object())),
-    ("builtins.object", "_version", lambda: of_torch.writes_to(object())),  # type: ignore[arg-type]
+    ("builtins.object", "_version", lambda: of_torch.writes_to(object())),  # type: ignore[arg-type]  # wrong on purpose
     ("builtins.object", "parameters_to_ignore", lambda: of_torch.ignored_by(object())),
     ("builtins.object", "_join_config", lambda: of_torch.is_joined_without(object(), object())),
     ("builtins.object", "_join_config", lambda: of_torch.counts_ranks_with_inputs(object())),

@@ -20,7 +20,7 @@ OF = {
 every_name = pytest.mark.parametrize("name", OF)
 
 
-class Network(torch.nn.Module):  # type: ignore[name-defined]
+class Network(torch.nn.Module):  # type: ignore[name-defined]  # not exported by name
     def __init__(self):
         super().__init__()
         self.first, self.last = torch.nn.Linear(20, 31), torch.nn.Linear(31, 9, bias=False)

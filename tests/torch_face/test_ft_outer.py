@@ -98,7 +98,7 @@ def trains(loop: qcomp.OuterLoop) -> Callable[[int, Any, Any], Diary]:
             # Inner states and buffers are those of the step, whatever was undone.
             counts = [int(state["step"]) for state in inner.state.values()]
             assert counts == [step] * 4 if step else counts in ([], [0] * 4)
-            assert int(model[1].num_batches_tracked) == step  # type: ignore[index]
+            assert int(model[1].num_batches_tracked) == step  # type: ignore[index]  # untyped here
             diary.steps.append((step, done))
             diary.shared.append((step, digest(outer.shared_parameters().values())))
             if outer.report and outer.report not in diary.reports:

@@ -276,7 +276,7 @@ def test_it_warns_of_first_moments_without_second_ones():
     assert apart > 1e6
 
 
-class WithMasters(torch.optim.Optimizer):  # type: ignore[name-defined]
+class WithMasters(torch.optim.Optimizer):  # type: ignore[name-defined]  # not exported by name
     """SGD with momentum on a float32 copy of bfloat16 parameters."""
 
     def __init__(self, params, lr=0.05):

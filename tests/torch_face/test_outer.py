@@ -954,7 +954,7 @@ class TestBrokenBuffers:
 class TestStepsInsideSteps:
     """torch runs the hooks of an optimizer again where the step of its class calls that of a base class."""
 
-    class Careful(torch.optim.AdamW):  # type: ignore[name-defined]
+    class Careful(torch.optim.AdamW):  # type: ignore[name-defined]  # not exported by name
         fails = False
 
         def step(self, closure=None):

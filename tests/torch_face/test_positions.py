@@ -16,7 +16,7 @@ from qcomp.torch.trained_parameters import Trained  # noqa: E402
 ALONE = qcomp.comm.LocalCommunicator.alone()
 
 
-class Masters(torch.optim.Optimizer):  # type: ignore[name-defined]
+class Masters(torch.optim.Optimizer):  # type: ignore[name-defined]  # not exported by name
     """SGD on float32 copies of the parameters."""
 
     def __init__(self, params, lr=0.1):
@@ -511,7 +511,7 @@ def test_copies_beside_the_state_cannot_go_to_other_replicas():
 
 
 class TestMistakes:
-    class Around(torch.optim.Optimizer):  # type: ignore[name-defined]
+    class Around(torch.optim.Optimizer):  # type: ignore[name-defined]  # not exported by name
         """A wrapper with slow weights in a state of its own."""
 
         def __init__(self, optimizer):
@@ -519,7 +519,7 @@ class TestMistakes:
             params = optimizer.param_groups[0]["params"]
             self.state = {p: {"slow": p.detach().clone()} for p in params}
 
-    class Bare(torch.optim.Optimizer):  # type: ignore[name-defined]
+    class Bare(torch.optim.Optimizer):  # type: ignore[name-defined]  # not exported by name
         """An optimizer that torch does not know."""
 
         def __init__(self, params):

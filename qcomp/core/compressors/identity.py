@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from qcomp.core.compressor import Compressor
 from qcomp.core.numeric.arrays import Array, Kind, array_namespace
@@ -46,7 +46,7 @@ class Identity(Compressor):
     def decompress(self, payload: Payload, *, like: Kind, out: Kind | None = None) -> Kind:
         """Return a copy of the values; see `Compressor.decompress`."""
         values = super().decompress(payload, like=like, out=out)
-        return values if out is not None else _copied(values)  # type: ignore[return-value]  # of the library of like, see Kind
+        return values if out is not None else cast("Kind", _copied(values))
 
     @property
     def fields_by_bucket(self) -> bool:

@@ -195,7 +195,8 @@ class RandK(Compressor):
         """Return a mask of the drawn elements, of shape (rows, elements of a stratum, strata)."""
         xp = array_namespace(drawn)
         each = xp.arange(block.length // self._strata(block), dtype=xp.int32, device=device(drawn))
-        return each[None, :, None] == drawn[:, None, :]
+        chosen: Array = each[None, :, None] == drawn[:, None, :]
+        return chosen
 
 
 def _of_values(key: Key) -> Key:

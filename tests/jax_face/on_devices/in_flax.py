@@ -23,7 +23,7 @@ TRANSFORMATIONS = {
 }
 
 
-class Model(nnx.Module):  # type: ignore[name-defined]
+class Model(nnx.Module):  # type: ignore[name-defined]  # not exported by name
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.first, self.second = nnx.Linear(6, 20, rngs=rngs), nnx.Linear(20, 3, rngs=rngs)

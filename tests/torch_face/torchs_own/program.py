@@ -25,7 +25,7 @@ import qcomp.torch
 from tests.torch_face.every import FACES
 
 # Tests that write their own expectations need it; none here does.
-sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))  # type: ignore[arg-type]
+sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False))  # type: ignore[arg-type]  # wrong on purpose
 
 from torch.testing._internal import common_optimizers  # noqa: E402
 
