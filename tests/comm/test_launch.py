@@ -211,6 +211,19 @@ def test_ranks_use_gpus_only_if_every_rank_of_the_machine_has_one(monkeypatch, g
     assert _own_device() == device
 
 
+def printed(*command):
+    """Run Python with these arguments, and return the lines that the ranks print, sorted."""
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    return sorted(result.stdout.splitlines())
+
+
 @pytest.mark.slow
 def test_ranks_started_by_torchrun_exchange(tmp_path):
     pytest.importorskip("torch")
@@ -221,15 +234,8 @@ def test_ranks_started_by_torchrun_exchange(tmp_path):
         "parts = comm.all_gather(np.full(1, comm.rank, dtype=np.uint8), [1, 1])\n"
         "os.write(1, f'{type(comm).__name__} {comm.rank} {[int(x[0]) for x in parts]}\\n'.encode())\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert sorted(result.stdout.splitlines()) == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
+    lines = printed("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
+    assert lines == [f"TorchCommunicator {rank} [0, 1]" for rank in range(2)]
 
 
 @pytest.mark.slow
@@ -248,15 +254,7 @@ def test_ranks_that_initialise_torch_themselves_are_its_ranks(tmp_path):
         "if __name__ == '__main__':\n"
         "    mp.spawn(main, nprocs=2)\n"
     )
-    result = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert sorted(result.stdout.splitlines()) == [f"1 TorchCommunicator {rank} 2" for rank in range(2)]
+    assert printed(script, tmp_path / "store") == [f"1 TorchCommunicator {rank} 2" for rank in range(2)]
 
 
 @pytest.mark.quick_cases(1)

@@ -1,7 +1,9 @@
 """The settings of an optimizer of torch reach the optimizer of the core, which they have in common."""
 
 import inspect
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +43,33 @@ def test_every_setting_reaches_the_core(name):
     shared = {field.name for field in fields(core)} & set(settings)
     assert len(shared) > 4
     assert {key: getattr(core, key) for key in shared} == {key: settings[key] for key in shared}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
+SAME_MEANING = {"adjust_lr_fn", "eps"}
+"""Of Muon: None means "original" in torch; torch's ``eps`` is the one of the iterations, qcomp's the one of AdamW."""
+
+
+def defaults(kind):
+    return {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "own"),
+    [
+        ("SGD", "CompressedSGD"),
+        ("AdamW", "OneBitAdam"),
+        ("AdamW", "QAdam"),
+        ("AdamW", "ZeroOneAdam"),
+        ("Muon", "Muon"),
+    ],
+)
+def test_the_page_names_every_default_that_differs_from_torchs(of_torch, own):
+    theirs, ours = defaults(getattr(torch.optim, of_torch)), defaults(getattr(qcomp.torch, own))
+    differing = {key for key in theirs.keys() & ours.keys() - SAME_MEANING if theirs[key] != ours[key]}
+    (row,) = re.findall(
+        rf"^\| `{of_torch}` \| `(.*=.*)` \| .*`{own}`.* \| `(.*)` \|$", PAGE.read_text(), re.M
+    )
+    for shown, found in zip(row, (theirs, ours), strict=True):
+        named = {key: float(value) for key, value in (pair.split("=") for pair in shown.split(", "))}
+        assert named == {key: found[key] for key in differing}
